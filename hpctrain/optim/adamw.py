@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -10,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from hpctrain.optim.optimizer import ElementBatch, group_by_settings
+from hpctrain.optim.optimizer import ElementBatch
+from hpctrain.parallel.shards import UpdateSettings
 from hpctrain.sharding.state import MASTER
 
 
@@ -36,7 +38,6 @@ class AdamW:
 
     names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
-    @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place, those with the same settings in one call of the kernel."""
         if self.momentum_after is not None and parts and parts[0].updates.item() >= self.momentum_after:
@@ -44,7 +45,10 @@ class AdamW:
             for part in parts:
                 self._apply_momentum(part, learning_rate, gradient_divisor, correction)
             return
-        for (decayed, factor, _), group in group_by_settings(parts).items():
+        groups: defaultdict[UpdateSettings, list[ElementBatch]] = defaultdict(list)
+        for part in parts:
+            groups[part.update_settings].append(part)
+        for (decayed, factor, _), group in groups.items():
             device = group[0].gradients.device
             adamw(
                 [part.state[MASTER] for part in group],

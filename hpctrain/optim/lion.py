@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.state import MASTER
 
@@ -35,7 +33,6 @@ class Lion:
 
     names: ClassVar[tuple[str, ...]] = (MEAN,)
 
-    @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         first, second = self.betas

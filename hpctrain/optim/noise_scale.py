@@ -11,20 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def estimates(small: float, big: float, batch: float, ratio: float) -> tuple[float, float]:
-    """Return unbiased estimates of |G|^2 and S.
-
-    Args:
-        small: Square norm of the mean gradient over `batch / ratio` sequences.
-        big: Square norm of the mean gradient over `batch` sequences.
-        batch: Number of sequences of the step.
-        ratio: Ratio of the two batch sizes, above 1.
-    """
-    signal = (ratio * big - small) / (ratio - 1)
-    noise = (small - big) * batch / (ratio - 1)
-    return signal, noise
-
-
 class NoiseScale:
     """Exponential averages of the estimates of |G|^2 and S, and the noise scale S / |G|^2.
 
@@ -40,7 +26,7 @@ class NoiseScale:
         self.signal = self.noise = self.weight = 0.0
 
     def update(self, small: float, big: float, batch: float, ratio: float) -> None:
-        """Add an update to the averages. Local; called after each update if `steps` is not 0.
+        """Add the estimates of one update to the averages. Local; called after each update if `steps` > 0.
 
         Args:
             small: Square norm of the mean gradient over `batch / ratio` sequences.
@@ -48,7 +34,8 @@ class NoiseScale:
             batch: Number of sequences of the step.
             ratio: Ratio of the two batch sizes, above 1.
         """
-        signal, noise = estimates(small, big, batch, ratio)
+        signal = (ratio * big - small) / (ratio - 1)
+        noise = (small - big) * batch / (ratio - 1)
         new = 1 / self.steps
         self.signal += new * (signal - self.signal)
         self.noise += new * (noise - self.noise)

@@ -151,17 +151,12 @@ class OffloadedOptimizer(Optimizer):
                 following.wait_for_files()
                 following.read(self._pieces[index + 1])
             buffer.wait_for_files()
-            self._update(piece, buffer, learning_rate, divisor)
+            updates = torch.tensor(float(self.updates))
+            batch = ElementBatch(buffer.state, buffer.gradients(), updates, piece.update_settings)
+            self.rule.update([batch], learning_rate, divisor)
             buffer.write(piece, training_weights(self._averaged_rule, buffer.state))
         for buffer in buffers:
             buffer.wait_for_files()
-
-    def _update(
-        self, piece: OffloadSlice, buffer: _PieceBuffer, learning_rate: float, divisor: float
-    ) -> None:
-        updates = torch.tensor(float(self.updates))
-        elements = ElementBatch(buffer.state, buffer.gradients(), updates, piece.update_settings)
-        self.rule.update([elements], learning_rate, divisor)
 
 
 class _PieceBuffer:

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -44,7 +43,8 @@ class ElementBatch:
     """Elements with the same update settings, with their state and gradients.
 
     All tensors are on one device and of one shape: flat, or for a MatrixRule the shape of a piece of a block.
-    They are in fp32, except gradients of matrices, which have the dtype of the bucket's gradients.
+    They are in fp32, except gradients of matrices, which have the dtype of the bucket's gradients. Autograd
+    does not record what rules do with them, because none of them requires a gradient.
 
     Attributes:
         state: State by name, among it the master weights. The rule changes it in place.
@@ -72,18 +72,6 @@ class ElementBatch:
         """Subtract this fraction of the master weights, if their settings include weight decay."""
         if self.update_settings.has_weight_decay and amount:
             self.state[MASTER].mul_(1 - amount)
-
-
-def group_by_settings(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
-    """Return the batches by their update settings, those with weight decay first."""
-    groups: dict[UpdateSettings, list[ElementBatch]] = {}
-    for part in parts:
-        groups.setdefault(part.update_settings, []).append(part)
-    return dict(
-        sorted(
-            groups.items(), key=lambda group: (not group[0].has_weight_decay, group[0].learning_rate_factor)
-        )
-    )
 
 
 class UpdateRule(Protocol):
@@ -284,46 +272,53 @@ class ElementRange:
         return ElementBatch(self.state, gradients, updates, self.update_settings)
 
 
+def update_ranges(
+    rule: UpdateRule,
+    ranges: Sequence[ElementRange],
+    updates: int,
+    learning_rate: float,
+    gradient_divisor: float,
+) -> None:
+    """Update elements of buckets by a rule. Local.
+
+    If all gradients are in fp32, the rule is called once. Otherwise it is called for one range at a time, so
+    that there is only one fp32 copy of gradients at a time.
+
+    Args:
+        rule: The rule.
+        ranges: The elements.
+        updates: Number of updates before this one.
+        learning_rate: Learning rate of the step.
+        gradient_divisor: Number by which the gradients are divided.
+    """
+    in_fp32 = all(each.bucket.gradient_dtype == torch.float32 for each in ranges)
+    for together in [ranges] if in_fp32 and ranges else [[each] for each in ranges]:
+        device = together[0].state[MASTER].device
+        counts = torch.full((len(together),), float(updates), device=device).unbind()
+        batches = [each.batch(count) for each, count in zip(together, counts, strict=True)]
+        rule.update(batches, learning_rate, gradient_divisor)
+        del batches  # before the next copy of gradients is made
+
+
 class ResidentOptimizer(Optimizer):
-    """Optimizer that keeps the state on the device and updates all buckets in one call of the rule."""
+    """Optimizer that keeps the state on the device and updates the elements of all buckets together."""
 
     def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
         states = [resident_state(rule, bucket) for bucket in buckets]
         super().__init__(rule, buckets, states)
-        self.rule = rule
+        self.rule, self.updates = rule, 0
         self._ranges = [
             ElementRange(bucket, part, settings, {name: flat[part] for name, flat in state.items()})
             for bucket, state in zip(buckets, states, strict=True)
             for part, settings in (bucket.layout.owned_update_ranges if bucket.trained else ())
         ]
-        self._counts = [torch.zeros((), device=each.state[MASTER].device) for each in self._ranges]
-        self._updates = 0
-        single = all(bucket.gradient_dtype == torch.float32 for bucket in buckets)
-        # Gradients of another dtype are copied to fp32, for one bucket at a time.
-        parts = list(zip(self._ranges, self._counts, strict=True))
-        by_bucket = [list(group) for _, group in groupby(parts, lambda part: part[0].bucket)]
-        self._together = [parts] if single else by_bucket
-
-    @property
-    @override
-    def updates(self) -> int:
-        return int(self._counts[0].item()) if self._counts else self._updates
-
-    @updates.setter
-    def updates(self, count: int) -> None:
-        self._updates = count
-        for updates in self._counts:
-            updates.fill_(count)
 
     @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         if self._averaged_rule is not None:
             self._averaged_rule.begin(learning_rate)
-        for parts in self._together:
-            elements = [part.batch(updates) for part, updates in parts]
-            self.rule.update(elements, learning_rate, gradient_divisor)
-            del elements
-        self._updates += 1
+        update_ranges(self.rule, self._ranges, self.updates, learning_rate, gradient_divisor)
+        self.updates += 1
         self.publish(trained_only=True)
 
 

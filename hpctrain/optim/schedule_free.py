@@ -57,7 +57,6 @@ class ScheduleFree:
         smaller = before / largest if largest else 1.0
         self.totals = {"largest_rate": largest, "weights": self.totals["weights"] * smaller**2 + 1.0}
 
-    @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         share, decay = 1 / self.totals["weights"], self.betas[1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.state import MASTER
 
@@ -43,7 +41,6 @@ class SGD:
         """Names of the optimizer state other than the master weights. It is initialized with zeros."""
         return (VELOCITY,) if self.momentum and self.momentum_after != 0 else ()
 
-    @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         for part in parts:

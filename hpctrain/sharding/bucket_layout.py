@@ -21,7 +21,7 @@ element begins and ends at a boundary of vector instructions, and the bits of an
 depend on the slice that it belongs to.
 """
 
-_ELEMENT_WORK = 64.0
+ELEMENT_WORK = 64.0
 """Number of FLOPs that take as long as the update of one element by itself, which only reads and writes."""
 
 
@@ -188,7 +188,7 @@ def _update_units(segments: Sequence[BucketSegment], length: int, ranks: int) ->
             continue
         units += _runs(start, segment.start, ranks)
         elements, stop = block.elements(segment.parameter.shard), segment.start + segment.length
-        work = block.work if segment.parameter.requires_grad else elements * _ELEMENT_WORK
+        work = block.work if segment.parameter.requires_grad else elements * ELEMENT_WORK
         units += [UpdateUnit(first + elements, work) for first in range(segment.start, stop, elements)]
         start = stop
     return units + _runs(start, length, ranks)
@@ -199,7 +199,7 @@ def _runs(start: int, stop: int, ranks: int) -> list[UpdateUnit]:
     step = _round_up(-(-(stop - start) // (4 * ranks)), ALIGNMENT)
     borders = [*range(_round_up(start, ALIGNMENT) + step, stop, step), stop] if start < stop else []
     return [
-        UpdateUnit(border, (border - first) * _ELEMENT_WORK) for first, border in pairwise([start, *borders])
+        UpdateUnit(border, (border - first) * ELEMENT_WORK) for first, border in pairwise([start, *borders])
     ]
 
 

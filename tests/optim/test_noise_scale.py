@@ -11,7 +11,7 @@ import pytest
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
-from hpctrain.optim.noise_scale import NoiseScale, estimates
+from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.status import stored_status
@@ -31,7 +31,7 @@ def test_estimates_are_unbiased() -> None:
     shares = samples / samples.sum()
     small = (means**2).sum(2) @ shares
     big = (np.einsum("dpe,p->de", means, shares) ** 2).sum(1)
-    found = np.array([estimates(*pair, batch=16, ratio=4) for pair in zip(small, big, strict=True)])
+    found = np.array([estimates(*pair) for pair in zip(small, big, strict=True)])
     errors = found.std(0) / np.sqrt(draws)
     assert errors[0] < 0.3 and errors[1] < 5
     assert (np.abs(found.mean(0) - (13, 400)) < 4 * errors).all()
@@ -39,6 +39,13 @@ def test_estimates_are_unbiased() -> None:
     for pair in zip(small, big, strict=True):
         average.update(*pair, batch=16, ratio=4)
     assert average.metrics(tokens=10)["noise_scale"] == pytest.approx(400 / 13, rel=0.05)
+
+
+def estimates(small: float, big: float) -> tuple[float, float]:
+    """Return the estimates of one update, which are the averages over a single one."""
+    single = NoiseScale(1)
+    single.update(small, big, batch=16, ratio=4)
+    return single.signal, single.noise
 
 
 def test_averages_are_of_the_newest_steps_with_weights_that_add_up_to_one() -> None:

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shards import Shard, UpdateBlock
+from hpctrain.sharding.bucket_layout import ELEMENT_WORK
 from hpctrain.sharding.state import MASTER
 
 MEAN, ROW, COLUMN, SQUARE, UPDATES = "exp_avg", "row", "column", "exp_avg_sq", "updates"
-
-_WORK = 64.0
-"""FLOPs that take as long as the update of one element."""
 
 _DECAY = -0.8
 """Update number t has the weight t to this power in the mean squares."""
@@ -64,7 +62,7 @@ class Adafactor:
         whole, as they exchange the pieces of a block.
         """
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
-        return UpdateBlock(shape, _WORK * prod(shape))
+        return UpdateBlock(shape, ELEMENT_WORK * prod(shape))
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         """Return the names of the state except master weights, with the cell that shares each number."""
@@ -76,12 +74,10 @@ class Adafactor:
             return {**means, SQUARE: (1,) * len(shape), UPDATES: block}
         return {**means, ROW: (*leading, 1, shape[-1]), COLUMN: (*leading, shape[-2], 1), UPDATES: block}
 
-    @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return a copy of the divided gradients of a piece of a block."""
         return part.gradients.div_(gradient_divisor).clone()
 
-    @torch.no_grad()
     def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
         """Return the updates of a whole block before the learning rate, and update its mean squares."""
         count = cells[UPDATES].add_(1).reshape(())
@@ -96,7 +92,6 @@ class Adafactor:
         size = torch.linalg.vector_norm(directions) / sqrt(directions.numel())
         return directions.div_((size / _LARGEST_UPDATE).clamp_(min=1.0))
 
-    @torch.no_grad()
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         part.decay_weights(learning_rate * self.weight_decay)

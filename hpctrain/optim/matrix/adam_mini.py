@@ -15,12 +15,10 @@ from torch import Tensor
 
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shards import Shard, UpdateBlock
+from hpctrain.sharding.bucket_layout import ELEMENT_WORK
 from hpctrain.sharding.state import MASTER
 
 MEAN, SQUARE = "exp_avg", "exp_avg_sq"
-
-_WORK = 64.0
-"""FLOPs that take as long as the update of one element."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -52,12 +50,12 @@ class AdamMini:
         another rank. Otherwise they are all rows.
         """
         if len(shard.shape) < 2:
-            return UpdateBlock(shard.shape, _WORK * prod(shard.shape))
+            return UpdateBlock(shard.shape, ELEMENT_WORK * prod(shard.shape))
         *leading, rows, columns = shard.shape
         local = shard.local[-2]
         if shard.local[-1] == columns and rows % local == 0 and local % shard.unit == 0:
             rows = local
-        return UpdateBlock((1,) * len(leading) + (rows, columns), _WORK * rows * columns)
+        return UpdateBlock((1,) * len(leading) + (rows, columns), ELEMENT_WORK * rows * columns)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         """Return the names of the state except master weights, with the cell that shares each number."""
@@ -65,14 +63,12 @@ class AdamMini:
         cell = (1,) * (len(shape) - 2) + ((shard.unit, shape[-1]) if len(shape) > 1 else shape)
         return {MEAN: None, SQUARE: cell}
 
-    @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return a copy of the divided gradients of a piece of a block, and update its first moment."""
         gradients = part.gradients.div_(gradient_divisor)
         part.state[MEAN].mul_(self.betas[0]).add_(gradients, alpha=1 - self.betas[0])
         return gradients.clone()
 
-    @torch.no_grad()
     def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
         """Return the root of the second moment of each element's cell, in the shape of the block."""
         square = cells[SQUARE].view(-1, 1)
@@ -82,15 +78,10 @@ class AdamMini:
         by_cell.copy_(square.sqrt())
         return directions
 
-    @torch.no_grad()
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         part.decay_weights(learning_rate * self.weight_decay)
-        weights, rate, count = (
-            part.state[MASTER],
-            part.update_settings.learning_rate_factor,
-            part.updates.double() + 1,
-        )
+        count, rate = part.updates.double() + 1, learning_rate * part.update_settings.learning_rate_factor
         first, second = (1 - beta**count for beta in self.betas)
         size = directions.div_(second.sqrt()).add_(max(self.epsilon, _SMALLEST)).mul_(first)
-        weights.addcdiv_(part.state[MEAN], size, value=-learning_rate * rate)
+        part.state[MASTER].addcdiv_(part.state[MEAN], size, value=-rate)

@@ -11,7 +11,7 @@ from hpctrain.optim.matrix.exchanged_matrices import ExchangedMatrices
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
-from hpctrain.optim.optimizer import ElementRange, Optimizer, UpdateRule, resident_master
+from hpctrain.optim.optimizer import ElementRange, Optimizer, resident_master, update_ranges
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import overlap
 from hpctrain.sharding.state import MASTER, OPTIMIZER, UPDATED, StateTensor, segment_state
@@ -67,7 +67,8 @@ class MatrixOptimizer(Optimizer):
         updates = float(self.updates)
         if self.rules.element_rule is not None:
             element_rate = learning_rate * self.rules.element_rate
-            self._update_elements(self.rules.element_rule, element_rate, gradient_divisor)
+            ranges = [each for each in self.ranges if each.state[MASTER].numel()]
+            update_ranges(self.rules.element_rule, ranges, self.updates, element_rate, gradient_divisor)
         for parameter in self._updated_alone:
             parameter.update(self.rules.matrix_rule, updates, learning_rate, gradient_divisor)
         for exchanged in self.exchanged:
@@ -95,19 +96,6 @@ class MatrixOptimizer(Optimizer):
             in_flight = each
         if in_flight is not None:
             in_flight.finish(learning_rate)
-
-    def _update_elements(self, rule: UpdateRule, learning_rate: float, gradient_divisor: float) -> None:
-        """Update the elements that are in no matrix, all buckets together if their gradients are in fp32."""
-        ranges = [each for each in self.ranges if each.state[MASTER].numel()]
-        single = all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets)
-        for together in [ranges] if single else [[each] for each in ranges]:
-            counts = (
-                torch.full((), float(self.updates), device=each.state[MASTER].device) for each in together
-            )
-            batches = [each.batch(updates) for each, updates in zip(together, counts, strict=True)]
-            if batches:
-                rule.update(batches, learning_rate, gradient_divisor)
-            del batches
 
     @override
     def state(self) -> Iterator[StateTensor]:

@@ -82,19 +82,16 @@ class Muon:
         """Return the names of the state except master weights, with the cell that shares each number."""
         return {MOMENTUM: None}
 
-    @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return the direction of a piece of a block, in its shape, and update the state of its elements."""
         gradients = part.gradients.div_(gradient_divisor)
         momentum = part.state[MOMENTUM].lerp_(gradients, 1 - self.momentum)
         return gradients.lerp(momentum, self.momentum) if self.nesterov else momentum.clone()
 
-    @torch.no_grad()
     def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002
         """Return the orthogonalized directions of a whole matrix. Muon has no state of cells."""
         return orthogonalize(directions.view(directions.shape[-2:]), self.steps).view(directions.shape)
 
-    @torch.no_grad()
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         assert part.shard is not None

@@ -189,7 +189,7 @@ class _TransformRound:
             self._pieces, self._received, self._sizes, self._received_sizes
         )
 
-    def transform(self, transform: Callable[[int, Tensor], Tensor] | None) -> _TransformRound:
+    def transform(self, transform: Callable[[int, Tensor], Tensor] | None) -> None:
         """Transform this rank's matrix, and start to return the pieces of the result."""
         self._work.wait()
         if self._assigned is not None and transform is not None:
@@ -199,7 +199,6 @@ class _TransformRound:
         self._work = self._group.start_all_to_all(
             self._received, self._pieces, self._received_sizes, self._sizes
         )
-        return self
 
     def finish(self, apply: Callable[[int, Tensor], None] | None) -> None:
         """Wait for this rank's pieces of the results, and pass them to `apply`."""
