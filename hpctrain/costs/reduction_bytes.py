@@ -84,9 +84,9 @@ def _warmed_up_bytes(reduction: WarmedUpReduction) -> int:
 
 @reduction_bytes.register
 def _hierarchical_bytes(reduction: HierarchicalReduction) -> int:
-    bucket, between = reduction.bucket, reduction.between
+    bucket = reduction.bucket
     received = reduction.inside.host.scratch_bytes(bucket.length, bucket.gradient_dtype.itemsize)
-    return max(received, 0 if between is None else reduction_bytes(between))
+    return max(received, reduction_bytes(reduction.between))
 
 
 @reduction_bytes.register

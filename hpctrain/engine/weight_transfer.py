@@ -160,16 +160,6 @@ class WeightTransfer:
             rounds = _divide_into_rounds(sent, self._group.size, limit)
             self._rounds += [_TransferRound.of(each, dtype, rank) for each in rounds]
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends to other ranks in each transfer."""
-        sent = (
-            (each.box.elements, each_round.dtype)
-            for each_round in self._rounds
-            for each in each_round.sent_messages
-        )
-        return sum(elements * dtype.itemsize for elements, dtype in sent)
-
     @torch.no_grad()
     def move(self) -> None:
         """Copy the current weights of the source into the target. Collective over the world."""

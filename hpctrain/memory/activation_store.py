@@ -34,6 +34,11 @@ class PackedActivation(Protocol):
         """Return the tensor."""
 
 
+def unpack_saved(saved: Tensor | PackedActivation) -> Tensor:
+    """Return a tensor that autograd saved, or for which it kept a PackedActivation, as autograd's hook."""
+    return saved if isinstance(saved, Tensor) else saved.unpack()
+
+
 Watch = Callable[[Tensor], PackedActivation]
 """Function that is called for each tensor in memory; its result is kept as long as the tensor."""
 
@@ -239,8 +244,7 @@ class ActivationStore:
         segment = SavedSegment(x, shared, previous)
         watch = self.watch
         with saved_tensors_hooks(
-            lambda tensor: segment.pack(tensor, self.form, self.smallest, watch),
-            lambda packed: packed if isinstance(packed, Tensor) else packed.unpack(),
+            lambda tensor: segment.pack(tensor, self.form, self.smallest, watch), unpack_saved
         ):
             yield segment
         segment.close(self.offload_store)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,22 +14,18 @@ from hpctrain.host.streams import SideStream, StreamWork, empty_host_tensor
 from hpctrain.memory.scratch import ScratchFile, ScratchFiles, Transfer
 
 
-class OffloadHandle(ABC):
+class OffloadHandle(Protocol):
     """Handle of one tensor in an OffloadStore, from `put` until `release`. All methods are local."""
 
-    @abstractmethod
     def advance(self) -> None:
         """Let the offload make progress, with little waiting."""
 
-    @abstractmethod
     def finish_offload(self) -> None:
         """Wait until the tensor is stored. Its memory may then be freed."""
 
-    @abstractmethod
     def start_fetch(self) -> None:
         """Start to fetch the tensor, after `finish_offload`. Does nothing if that has been started."""
 
-    @abstractmethod
     def fetch(self) -> Tensor:
         """Return the tensor on its device."""
 
@@ -38,7 +34,6 @@ class OffloadHandle(ABC):
         """Memory of the device into which the tensor is being fetched, or None."""
         return None
 
-    @abstractmethod
     def release(self) -> None:
         """Free the space of the tensor in the store. Never waits and never fails."""
 

@@ -79,8 +79,6 @@ class DirectPreference(PairObjective):
         if self.form == "ipo":
             losses = ((chosen - rejected) - 1 / (2 * self.beta)).square()
         else:
-            smoothing = self.smoothing
-            losses = -(1 - smoothing) * functional.logsigmoid(margin) - smoothing * functional.logsigmoid(
-                -margin
-            )
+            right, wrong = functional.logsigmoid(margin), functional.logsigmoid(-margin)
+            losses = -(1 - self.smoothing) * right - self.smoothing * wrong
         return pair_sums(present, losses, margin, self.beta * chosen, self.beta * rejected)

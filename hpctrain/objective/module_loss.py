@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
 from typing import Any, ClassVar
 
@@ -37,11 +38,7 @@ class ModuleNextToken(NextToken):
     @override
     def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         targets = inputs.fields["targets"]
-
-        def losses(outputs: Any) -> Losses:
-            return _cross_entropy(outputs, targets, scale, self.z_loss)
-
-        return losses
+        return partial(_cross_entropy, targets=targets, scale=scale, z_loss=self.z_loss)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,6 @@ class SplitVocabularyHead(Protocol):
     def table(self) -> Parameter:
         """Rows of the matrix on this rank."""
 
-    @property
-    def rows(self) -> int:
-        """Number of these rows that are not padding; they come first."""
-
 
 @dataclass(frozen=True)
 class NextToken(Objective):

@@ -267,10 +267,8 @@ def _by_sharding(
     for layer in unit:
         by_key: dict[_BucketKey, list[Parameter]] = {}
         for parameter in layer:
-            sharding = replications.of(parameter.shard).sharding
-            by_key.setdefault((sharding, parameter.requires_grad or not separate_frozen), []).append(
-                parameter
-            )
+            key = replications.of(parameter.shard).sharding, parameter.requires_grad or not separate_frozen
+            by_key.setdefault(key, []).append(parameter)
         for key, parameters in by_key.items():
             layers_by_key.setdefault(key, []).append(parameters)
     return layers_by_key

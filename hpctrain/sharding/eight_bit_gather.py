@@ -20,6 +20,7 @@ from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, reducible_maximum, scal
 from hpctrain.parallel.fp8.quantization_loss import count_losses
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
 from hpctrain.parallel.fp8.quantized_matmul import PrequantizedWeights, QuantizedMatmul
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment, share_sizes
 
@@ -53,32 +54,31 @@ class _Packed:
         aligned: Parameters that begin at a multiple of UNIT.
 
     Attributes:
-        places: First element of each segment.
-        borders: Boundaries of the ranks' shares.
+        places: First element of each parameter.
         owned_slice: This rank's share.
         sizes: Number of elements of each rank's share; None if all are equal.
     """
 
     def __init__(
-        self, layout: BucketLayout, segments: Sequence[BucketSegment], aligned: Sequence[object] = ()
+        self, layout: BucketLayout, segments: Sequence[BucketSegment], aligned: Iterable[Parameter] = ()
     ) -> None:
-        self.segments, self.places, self.length = segments, list[int](), 0
-        firsts = set(map(id, aligned))
+        self.segments, self.places, self.length = segments, dict[Parameter, int](), 0
+        firsts = set(aligned)
         for segment in segments:
-            if id(segment.parameter) in firsts:
+            if segment.parameter in firsts:
                 self.length = -(-self.length // UNIT) * UNIT
-            self.places.append(self.length)
+            self.places[segment.parameter] = self.length
             self.length += segment.length
-        self.borders = [self._place(border) for border in layout.borders]
-        self.owned_slice = slice(*self.borders[layout.sharding.group.rank :][:2])
-        self.sizes = share_sizes(self.borders)
+        borders = [self._place(border) for border in layout.borders]
+        self.owned_slice = slice(*borders[layout.sharding.group.rank :][:2])
+        self.sizes = share_sizes(borders)
 
     def _place(self, border: int) -> int:
         """Return the end of the elements that precede a boundary of the bucket."""
         end = 0
-        for segment, place in zip(self.segments, self.places, strict=True):
+        for segment in self.segments:
             if segment.start < border:
-                end = place + min(border - segment.start, segment.length)
+                end = self.places[segment.parameter] + min(border - segment.start, segment.length)
         return end
 
 
@@ -91,10 +91,9 @@ class EightBitBucket(Bucket):
 
     def __init__(self, products: Sequence[QuantizedMatmul], layout: BucketLayout, *arguments: Any) -> None:
         self.products = products
-        numbers = {weight: number for number, product in enumerate(products) for weight in product.weights}
-        matrices = [segment for segment in layout.segments if segment.parameter in numbers]
-        rest = [segment for segment in layout.segments if segment.parameter not in numbers]
-        self._numbers = [numbers[segment.parameter] for segment in matrices]
+        self._numbers = {weight: i for i, product in enumerate(products) for weight in product.weights}
+        matrices = [segment for segment in layout.segments if segment.parameter in self._numbers]
+        rest = [segment for segment in layout.segments if segment.parameter not in self._numbers]
         self._matrices = _Packed(layout, matrices, [product.weights[0] for product in products])
         self._rest = _Packed(layout, rest)
         self._prequantized: list[PrequantizedWeights] = []  # of the current gather, without values
@@ -132,11 +131,11 @@ class EightBitBucket(Bucket):
             super()._set_views(full)
             return
         (matrices, codes), (rest, rest_values) = self._parts(full)
-        for segment, place in zip(rest.segments, rest.places, strict=True):
-            view = rest_values[place : place + segment.length]
-            segment.parameter.data = view.view(segment.parameter.shape)
-        for number, (product, prequantized) in enumerate(zip(self.products, self._prequantized, strict=True)):
-            first = matrices.places[self._numbers.index(number)]
+        for segment in rest.segments:
+            flat = rest_values[rest.places[segment.parameter] :][: segment.length]
+            segment.parameter.data = flat.view(segment.parameter.shape)
+        for product, prequantized in zip(self.products, self._prequantized, strict=True):
+            first = matrices.places[product.weights[0]]
             rows = sum(weight.shape[0] for weight in product.weights)
             shape = rows, product.weights[0].shape[1]
             values = codes[first : first + shape[0] * shape[1]].view(shape).view(E4M3.dtype)
@@ -162,21 +161,18 @@ class EightBitBucket(Bucket):
     def _cast(self, owned: Tensor, gathered: Tensor, scales: Sequence[Tensor]) -> None:
         """Write this rank's share of the gathered values, and measure maxima and losses of the cast."""
         (matrices, codes), (rest, rest_values) = self._parts(gathered)
-        places = dict(zip((id(s.parameter) for s in rest.segments), rest.places, strict=True))
-        of_matrices = zip(self._numbers, matrices.places, strict=True)
-        cast = dict(zip((id(s.parameter) for s in matrices.segments), of_matrices, strict=True))
         watching = self.products[0].layer_context.statistics.detailed_step
         largest = [torch.zeros(1, device=owned.device) for _ in self.products]
         counts = [torch.zeros(3, dtype=torch.int64, device=gathered.device) for _ in self.products]
         for segment, elements, offset in self.owned_segments(owned):
-            count, key = elements.numel(), id(segment.parameter)
+            count, parameter = elements.numel(), segment.parameter
             if not count:
                 continue
-            if key in places:
-                rest_values[places[key] + offset :][:count].copy_(elements, non_blocking=True)
+            number = self._numbers.get(parameter)
+            if number is None:
+                rest_values[rest.places[parameter] + offset :][:count].copy_(elements, non_blocking=True)
                 continue
-            number, place = cast[key]
-            into = codes[place + offset :][:count].view(E4M3.dtype)
+            into = codes[matrices.places[parameter] + offset :][:count].view(E4M3.dtype)
             _cast_into(into, elements, scales[number].view(1))
             if self.products[number].recipe.delayed:
                 largest[number] = torch.maximum(largest[number], reducible_maximum(elements.abs().amax()))

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.activation_store import PackedActivation, Watch
+from hpctrain.memory.activation_store import PackedActivation, Watch, unpack_saved
 from hpctrain.parallel.residency import ParameterResidency, Result
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
@@ -49,9 +49,7 @@ class Gatherer(ParameterResidency):
         cut = [bucket for bucket in buckets if bucket.sharding.zero == 3]
         self.watch: Watch | None = None
         self._bucket = {s.parameter: bucket for bucket in cut for s in bucket.segments}
-        self._persistent_buckets = {
-            self._bucket[parameter] for parameter in persistent_parameters if parameter in self._bucket
-        }
+        self._persistent_buckets = {self._bucket.get(parameter) for parameter in persistent_parameters}
         self._holds: Counter[Bucket] = Counter()
         self._coming: dict[Bucket, Work[Tensor]] = {}
         self._orders: dict[Hashable, list[Bucket]] = {}
@@ -127,7 +125,7 @@ class Gatherer(ParameterResidency):
             result = compute()
             self.leave(bucket)
             return result
-        with torch.autograd.graph.saved_tensors_hooks(partial(_pack_view, bucket, self.watch), _unpack_view):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_pack_view, bucket, self.watch), unpack_saved):
             result = compute()
         self.leave(bucket)
         entered: list[bool] = []
@@ -197,8 +195,14 @@ class _View:
     stride: Sequence[int]
     offset: int
 
+    def unpack(self) -> Tensor:
+        """Return the view of the values that are gathered now."""
+        assert self.bucket.values is not None, f"{self.parameter.shard.name} is not gathered in backward"
+        data = self.parameter.data
+        return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
 
-def _pack_view(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | PackedActivation | _View:
+
+def _pack_view(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | PackedActivation:
     """Return what autograd saves in place of a tensor: a _View if the tensor is in the bucket's values."""
     values = bucket.values
     assert values is not None
@@ -208,16 +212,6 @@ def _pack_view(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | 
     at = tensor.storage_offset() - values.storage_offset()
     segment = next(s for s in bucket.segments if s.start <= at < s.start + s.length)
     return _View(bucket, segment.parameter, tensor.size(), tensor.stride(), int(at - segment.start))
-
-
-def _unpack_view(saved: Tensor | PackedActivation | _View) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    if not isinstance(saved, _View):
-        return saved.unpack()
-    assert saved.bucket.values is not None, f"{saved.parameter.shard.name} is not gathered in backward"
-    data = saved.parameter.data
-    return data.as_strided(saved.size, saved.stride, data.storage_offset() + saved.offset)
 
 
 class _InBackward(torch.autograd.Function):

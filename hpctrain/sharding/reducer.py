@@ -87,11 +87,14 @@ class ExactReduction(GradientReduction):
 
 
 class UnreducedGradients(GradientReduction):
-    """GradientReduction that does nothing, because servers reduce the gradients."""
+    """GradientReduction that does nothing, because other ranks reduce the gradients.
+
+    These are parameter servers, or the rank of this node that exchanges a bucket with other nodes.
+    """
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        assert sums is gradients, "buckets of workers are not sharded"
+        assert sums is gradients, "the gradients become sums in place"
         return Work(sums)
 
 

@@ -23,6 +23,7 @@ from hpctrain.costs.reduction_bytes import reduction_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.registry import RecordedStatistics
 from hpctrain.engine.stage_values import load_parameters
+from hpctrain.engine.stages import gradients
 from hpctrain.engine.stages.stage import build_stage
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.construction import build_model
@@ -31,7 +32,6 @@ from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.methods import METHODS, CompressionMethod
 from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import ModuleState, StateTensor, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
@@ -125,7 +125,7 @@ def rows_shard(weight: Parameter) -> Shard:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all reductions and products keep state."""
-    monkeypatch.setitem(METHODS, "none", CompressionMethod(Rounding, sums_gradients=False))  # type: ignore[misc]
+    monkeypatch.setattr(gradients, "make_reduction", Rounding)
     monkeypatch.setattr(matmul_choice, "Matmul", Remembering)
     monkeypatch.setattr(RecordedStatistics, "attach", record_statistics)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 from typing_extensions import override
@@ -40,27 +41,25 @@ class HierarchicalReduction(GradientReduction):
         bucket: The bucket.
         inside: Ranks of this node.
         exchanging_rank: Number of the rank inside that exchanges this bucket.
-        between: Reduction between nodes on that rank; None on others.
+        between: Reduction between nodes; UnreducedGradients on ranks other than that one.
     """
 
     def __init__(
-        self, bucket: Bucket, inside: Group, exchanging_rank: int, between: GradientReduction | None
+        self, bucket: Bucket, inside: Group, exchanging_rank: int, between: GradientReduction
     ) -> None:
-        assert (between is not None) == (inside.rank == exchanging_rank)
         self.bucket, self.inside = bucket, inside
         self.exchanging_rank, self.between = exchanging_rank, between
 
     @override
     def begin(self, updates: int) -> None:
-        if self.between is not None:
-            self.between.begin(updates)
+        self.between.begin(updates)
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         # The sum inside the node is fast, so it completes here; only the sum between nodes is in flight.
         self.inside.start_reduce(gradients, self.exchanging_rank).wait()
-        work = Work(gradients) if self.between is None else self.between.start(gradients, gradients)
-        return _HierarchicalWork(self, work, gradients, sums)
+        work = self.between.start(gradients, gradients)
+        return _HierarchicalWork(work, partial(self.distribute, gradients, sums), sums)
 
     def distribute(self, gradients: Tensor, sums: Tensor) -> None:
         """Receive the sums, or this rank's slice of them, from the rank that has exchanged them.
@@ -76,25 +75,22 @@ class HierarchicalReduction(GradientReduction):
 
     @override
     def end_step(self, updated: bool, scale_ratio: float) -> None:
-        if self.between is not None:
-            self.between.end_step(updated, scale_ratio)
+        self.between.end_step(updated, scale_ratio)
 
     @override
     def state(self) -> Iterator[StateTensor]:
-        return iter(()) if self.between is None else self.between.state()
+        return self.between.state()
 
 
 class _HierarchicalWork(Work[Tensor]):
     """Handle of a sum between nodes, whose `wait` distributes the result inside the node."""
 
-    __slots__ = ("_between", "_gradients", "_reduction")
+    __slots__ = ("_between", "_distribute")
 
-    def __init__(
-        self, reduction: HierarchicalReduction, between: Work[Tensor], gradients: Tensor, sums: Tensor
-    ) -> None:
+    def __init__(self, between: Work[Tensor], distribute: Callable[[], None], sums: Tensor) -> None:
         super().__init__(sums)
-        self._reduction, self._gradients = reduction, gradients
         self._between: Work[Tensor] | None = between
+        self._distribute = distribute
 
     @override
     def proceed(self) -> None:
@@ -113,5 +109,5 @@ class _HierarchicalWork(Work[Tensor]):
         if self._between is not None:
             self._between.wait()
             self._between = None
-            self._reduction.distribute(self._gradients, self._result)
+            self._distribute()
         return self._result

@@ -7,7 +7,7 @@ although another rank may hold it next to others, or split it elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
@@ -64,15 +64,11 @@ class CompressionBlocks:
     def __init__(self, pieces: Sequence[ParameterBlocks], count: int, device: torch.device) -> None:
         self.pieces, self.count = pieces, count
         self.elements = count * BLOCK
-        tails = [
-            ((piece.first + piece.length) // BLOCK, rest)
-            for piece in pieces
-            if (rest := (piece.first + piece.length) % BLOCK)
-        ]
+        ends = (divmod(piece.first + piece.length, BLOCK) for piece in pieces)
         # Use host memory: on the meta device, as in plans, torch would load its compiler.
         host = torch.device("cpu")
-        places = torch.tensor([block for block, _ in tails], dtype=torch.int64, device=host)
-        rests = torch.tensor([rest for _, rest in tails], dtype=torch.int64, device=host)
+        tails = torch.tensor([end for end in ends if end[1]], dtype=torch.int64, device=host)
+        places, rests = tails.view(-1, 2).unbind(1)
         in_tail = torch.arange(BLOCK, device=host) < rests.unsqueeze(1)
         counts = torch.full((count,), float(BLOCK), device=host)
         counts[places] = rests.float()
@@ -109,10 +105,9 @@ class CompressionBlocks:
     def part(self, span: Span) -> CompressionBlocks:
         """Return only the blocks of a range, counted from its first block."""
         first, last = (block * BLOCK for block in span)
-        cut = [piece for each in self.pieces if (piece := each.within(first, last)).length]
-        pieces = [ParameterBlocks(p.segment, p.offset, p.start, p.first - first, p.length) for p in cut]
-        device = self.counts.device
-        return CompressionBlocks(pieces, span[1] - span[0], device)
+        parts = (piece.within(first, last) for piece in self.pieces)
+        pieces = [replace(part, first=part.first - first) for part in parts if part.length]
+        return CompressionBlocks(pieces, span[1] - span[0], self.counts.device)
 
     def equal_spans(self, size: int) -> list[Span]:
         """Return a range of blocks for each of `size` ranks, of about equal length, the longest one first."""

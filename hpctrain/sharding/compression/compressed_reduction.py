@@ -137,13 +137,11 @@ class CodedSum:
 
     def _values(self, gradients: Tensor) -> Tensor:
         """Return the values to encode, in the memory of the residual if there is one."""
-        everything = slice(0, gradients.numel())
-        if self.residual is None:
-            values = torch.zeros(self.blocks.elements, device=gradients.device)
-            torch._foreach_copy_(*self.blocks.matching_views(values, gradients, everything))
-            return values
-        torch._foreach_add_(*self.blocks.matching_views(self.residual, gradients, everything))
-        return self.residual
+        residual, everything = self.residual, slice(0, gradients.numel())
+        values = torch.zeros(self.blocks.elements, device=gradients.device) if residual is None else residual
+        own, added = self.blocks.matching_views(values, gradients, everything)
+        (torch._foreach_copy_ if residual is None else torch._foreach_add_)(own, added)
+        return values
 
     def _code_of_total(self, codes: Tensor) -> Tensor:
         """Return the code of the sums of this rank's blocks.

@@ -28,9 +28,8 @@ class MajorityVote(CompressedReduction):
 
     @override
     def add(self, codes: Sequence[Tensor]) -> Tensor:
-        votes = torch.zeros(
-            (codes[0].numel() // (SignCodec.width + SignCodec.scale), BLOCK), device=codes[0].device
-        )
+        count = codes[0].numel() // (SignCodec.width + SignCodec.scale)
+        votes = torch.zeros((count, BLOCK), device=codes[0].device)
         weighed, together = torch.zeros_like(votes), votes.new_zeros(len(votes))
         for code in codes:
             positive, scales = unpack_signs(code)

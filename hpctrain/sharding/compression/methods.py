@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 from hpctrain.deck.sections.communication import (
     Communication,
@@ -24,7 +23,7 @@ from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.compression.top_k import TopK
 from hpctrain.sharding.compression.warmed import WarmedUpReduction
-from hpctrain.sharding.reducer import ExactReduction, GradientReduction
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction, UnreducedGradients
 
 
 @dataclass(frozen=True)
@@ -54,84 +53,56 @@ class CompressionSettings:
         return self.keys.warmup if is_reduced else None
 
 
+SUMS = frozenset({"bf16", "int8", "sign", "powersgd"})
+"""Values of `communication.compress` for which the result is the sum of gradients.
+
+Exact sums replace it in the first updates, and if all ranks are on one node or there is only one. The result
+of other methods is something else, such as a momentum.
+"""
+
+
 def make_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     """Return the reduction of a bucket by the method that the settings name. Local."""
-    method, warmup = METHODS[settings.keys.compress], settings.keys.warmup
-    if method.sums_gradients and bucket.sharding.group.size == 1:
+    is_sum, warmup = settings.keys.compress in SUMS, settings.keys.warmup
+    if is_sum and bucket.sharding.group.size == 1:
         return ExactReduction(bucket)
-    reduction = _reduction_between_nodes(method, settings, bucket)
-    return WarmedUpReduction(bucket, reduction, warmup) if method.sums_gradients and warmup else reduction
+    reduction = _reduction_between_nodes(settings, bucket)
+    return WarmedUpReduction(bucket, reduction, warmup) if is_sum and warmup else reduction
 
 
-class CompressionMethod(NamedTuple):
-    """Compression of gradients.
-
-    Attributes:
-        make: Function that makes the reduction of a bucket.
-        sums_gradients: True if the result is the sum of gradients, so that exact sums replace it in the first
-            updates and on single ranks. False if it is something else, such as a momentum.
-    """
-
-    make: Callable[[CompressionSettings, Bucket], GradientReduction]
-    sums_gradients: bool = True
-
-
-def _reduction_between_nodes(
-    method: CompressionMethod, settings: CompressionSettings, bucket: Bucket
-) -> GradientReduction:
+def _reduction_between_nodes(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     """Return a reduction that compresses only between nodes, if the bucket's group is divided by node."""
     nodes = bucket.sharding.nodes
     if nodes is None or nodes.inside.size == 1:
-        return method.make(settings, bucket)
-    if nodes.between.size == 1 and method.sums_gradients:
+        return _reduction_over_group(settings, bucket)
+    if nodes.between.size == 1 and settings.keys.compress in SUMS:
         return ExactReduction(bucket)
     exchanging_rank = nodes.assign_rank(bucket.layout.used_length)
-    exchanges_here = exchanging_rank == nodes.inside.rank
-    between = method.make(settings, bucket_over_group(bucket, nodes.between)) if exchanges_here else None
+    between: GradientReduction = UnreducedGradients()
+    if exchanging_rank == nodes.inside.rank:
+        between = _reduction_over_group(settings, bucket_over_group(bucket, nodes.between))
     return HierarchicalReduction(bucket, nodes.inside, exchanging_rank, between)
 
 
-def _rounded_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-    form = settings.keys.compression
-    assert isinstance(form, RoundedTable)
-    codec = RoundedCodec(cast("Literal['bf16', 'int8']", settings.keys.compress))
-    return CompressedReduction(bucket, codec, form.error_feedback)
+def _reduction_over_group(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
+    """Return a reduction that compresses between all ranks of the bucket's group, from the first update on.
 
-
-def _sign_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-    form = settings.keys.compression
-    assert isinstance(form, SignTable)
-    return CompressedReduction(bucket, SignCodec(), True) if form.error_feedback else MajorityVote(bucket)
-
-
-def _one_bit_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-    assert isinstance(settings.rule, AdamWTable)
-    return OneBitMomentum(bucket, settings.rule.beta1, settings.keys.warmup)
-
-
-def _top_k_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-    """Return TopK, or an exact sum if it would send everything, or a single rank has no momentum."""
-    form, rule = settings.keys.compression, settings.rule
-    assert isinstance(form, TopKTable)
-    momentum = rule.momentum if isinstance(rule, SgdTable) else 0.0
-    if form.ratio == 1 or (bucket.sharding.group.size == 1 and not momentum):
-        return ExactReduction(bucket)
-    return TopK(bucket, form.ratio, momentum, settings.keys.warmup)
-
-
-def _power_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-    form = settings.keys.compression
-    assert isinstance(form, PowerSgdTable)
-    return PowerSgd(bucket, form.rank, settings.seed, form.error_feedback)
-
-
-METHODS: Mapping[str, CompressionMethod] = {
-    "none": CompressionMethod(lambda _, bucket: ExactReduction(bucket), sums_gradients=False),
-    "bf16": CompressionMethod(_rounded_reduction),
-    "int8": CompressionMethod(_rounded_reduction),
-    "sign": CompressionMethod(_sign_reduction),
-    "onebit": CompressionMethod(_one_bit_reduction, sums_gradients=False),
-    "topk": CompressionMethod(_top_k_reduction, sums_gradients=False),
-    "powersgd": CompressionMethod(_power_reduction),
-}
-"""Compression methods by `communication.compress`."""
+    It is exact without compression, or if "topk" would send everything or has neither ranks nor a momentum.
+    """
+    keys, rule = settings.keys, settings.rule
+    match keys.compression:
+        case RoundedTable(error_feedback=feedback):
+            codec = RoundedCodec(cast("Literal['bf16', 'int8']", keys.compress))
+            return CompressedReduction(bucket, codec, feedback)
+        case SignTable(error_feedback=feedback):
+            return CompressedReduction(bucket, SignCodec(), True) if feedback else MajorityVote(bucket)
+        case OneBitTable():
+            assert isinstance(rule, AdamWTable)
+            return OneBitMomentum(bucket, rule.beta1, keys.warmup)
+        case TopKTable(ratio=ratio):
+            momentum = rule.momentum if isinstance(rule, SgdTable) else 0.0
+            if ratio < 1 and (bucket.sharding.group.size > 1 or momentum):
+                return TopK(bucket, ratio, momentum, keys.warmup)
+        case PowerSgdTable(rank=rank, error_feedback=feedback):
+            return PowerSgd(bucket, rank, settings.seed, feedback)
+    return ExactReduction(bucket)

@@ -42,8 +42,7 @@ class TopK(GradientReduction):
         self.sent = sum(count for *_, count in self.parts)
         device = self.group.device
         self.moving = torch.zeros(bucket.length if momentum else 0, device=device)
-        alone = self.group.size == 1
-        self.unsent = torch.zeros(0 if alone else bucket.length, device=device)
+        self.unsent = torch.zeros(bucket.length if self.group.size > 1 else 0, device=device)
 
     @override
     def begin(self, updates: int) -> None:
@@ -51,9 +50,7 @@ class TopK(GradientReduction):
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        added = gradients
-        if self.momentum:
-            added = self.moving.mul_(self.momentum).add_(gradients)
+        added = self.moving.mul_(self.momentum).add_(gradients) if self.momentum else gradients
         if self._warm:
             return self.exact.start(gradients, sums)
         if self.group.size == 1:
