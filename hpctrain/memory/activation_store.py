@@ -100,7 +100,10 @@ class StoredActivation:
             self._report()
 
     def fetch(self) -> Tensor:
-        """Return the values, flat. They stay in memory until autograd frees the last view."""
+        """Return the values of the storage, flat. Wait for the fetch and expand them if necessary.
+
+        They stay in memory until autograd frees the last view.
+        """
         if self.values is None:
             packed = self._packed
             if packed is None:
@@ -127,9 +130,10 @@ class StoredView:
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Return the tensor, once it is fetched.
+        """Return the tensor, as a view of its storage, which is fetched and expanded if necessary.
 
-        The first call of a segment starts to fetch the segment and the one before it.
+        Autograd calls it in the backward pass. The first call in a segment also starts to fetch the rest of
+        the segment, and the one before it.
         """
         self.stored.segment.start_backward()
         return self.stored.fetch().as_strided(self.size, self.stride, self.offset)

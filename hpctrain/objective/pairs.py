@@ -46,7 +46,7 @@ def pair_sums(
 
     Args:
         present: For each pair [pairs], whether it counts.
-        losses: Losses.
+        losses: Loss of each pair.
         margin: Margins of the chosen answers. The accuracy is the share of positive ones; a tie counts half.
         chosen: Rewards of the chosen answers.
         rejected: Rewards of the rejected answers.

@@ -363,7 +363,10 @@ def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
 
 
 def resident_master(rule: UpdateRule | None, bucket: Bucket) -> Tensor:
-    """Return the master weights on the device: the parameters themselves or an fp32 copy."""
+    """Return the master weights of the elements that this rank updates, for a new optimizer. Local.
+
+    They are the parameters themselves if `are_masters`, and otherwise a new fp32 copy on the same device.
+    """
     values = bucket.owned_values
     assert isinstance(values, Tensor)
     return values if are_masters(bucket.dtype, True, rule) else values.to(torch.float32, copy=True)

@@ -264,7 +264,7 @@ def _check_header(schedule: Schedule, match: re.Match[str], where: str) -> None:
 
 
 def live_activations(actions: Iterable[Action]) -> Iterator[int]:
-    """Yield after each action of a stage how many (chunk, micro-batch) pairs it holds activations of.
+    """Yield, after each action of a stage, the number of (chunk, micro-batch) pairs with saved activations.
 
     Activations are live from F to the end of B, or of W if the backward pass is split.
     """

@@ -174,7 +174,11 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
 
 
 def times_by_part(times: StageTimes, schedule: Schedule) -> PartTimes:
-    """Return the times of every part, and of every boundary between parts.
+    """Return the times of every part, and of every boundary between parts, from those that a StageTimes has.
+
+    Args:
+        times: Times of stages or parts, as one number for all or as sequences.
+        schedule: Schedule that places the parts on the stages.
 
     Raises:
         HpctrainError: A sequence of times has the wrong length.

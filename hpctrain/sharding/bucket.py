@@ -257,7 +257,10 @@ class Bucket:
             self._set_gradient_views(self._gradients)
 
     def final_gradients(self) -> Tensor:
-        """Return the gradients of all parameters, flat [length], with zeros where no layer has added any."""
+        """Return the gradients of all parameters, flat [length], with zeros where no layer has added any.
+
+        A Reducer calls it when all additions of a step, or of a micro-batch, are done. Local.
+        """
         gradients = self.gradients
         for segment in self.segments:
             segment.parameter.zero_stale_gradient()
@@ -305,10 +308,9 @@ class Bucket:
         self._incomplete = set(self._addition_counts)
 
     def count_addition(self, parameter: Parameter) -> bool:
-        """Record one addition to the gradient of a parameter, and report if it completes the bucket. Local.
+        """Record one addition to the gradient of a parameter. Return True if the bucket is then final. Local.
 
-        Returns:
-            True if this makes the gradients of the bucket final.
+        Final means that layers have made all additions of the step, or of a micro-batch if `each_pass`.
         """
         self._addition_counts[parameter] += 1
         if self._addition_counts[parameter] == self._passes * parameter.uses:
@@ -361,9 +363,12 @@ class Bucket:
             yield segment, elements, max(0, min(first - segment.start, segment.length))
 
     def gather_owned(self, values: Flat) -> Tensor:
-        """Return all elements, flat [length], of a tensor of which each rank has the part that it owns.
+        """Gather a tensor of which each rank has the elements that it owns, and return all, flat [length].
 
-        Collective over the group.
+        Checks use it to compare layouts. With ZeRO it is collective over the group.
+
+        Args:
+            values: Flat tensor with one value for each element of `owned_slice`, such as `owned_values`.
         """
         values = values.load() if isinstance(values, ScratchTensor) else values
         if self.sharding.zero == 0:

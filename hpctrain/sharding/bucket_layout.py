@@ -198,9 +198,8 @@ def _runs(start: int, stop: int, ranks: int) -> list[UpdateUnit]:
     """Return runs of elements that are updated one by one. They begin at multiples of ALIGNMENT."""
     step = _round_up(-(-(stop - start) // (4 * ranks)), ALIGNMENT)
     borders = [*range(_round_up(start, ALIGNMENT) + step, stop, step), stop] if start < stop else []
-    return [
-        UpdateUnit(border, (border - first) * ELEMENT_WORK) for first, border in pairwise([start, *borders])
-    ]
+    runs = pairwise([start, *borders])
+    return [UpdateUnit(end, (end - first) * ELEMENT_WORK) for first, end in runs]
 
 
 def _round_up(number: int, multiple_of: int) -> int:

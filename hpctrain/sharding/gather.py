@@ -162,10 +162,9 @@ class Gatherer(ParameterResidency):
             bucket.set_values(work.wait())
         self._holds[bucket] += 1
         self._used_order.append(bucket)
-        following = self._bucket_after()
+        following, after = self._bucket_after(), self._bucket_after(1)
         if following is not None and following.values is None and following not in self._coming:
             self._coming[following] = following.start_gather()
-        after = self._bucket_after(1)
         if after is not None and after.values is None and after not in self._coming:
             after.start_fetch()
 

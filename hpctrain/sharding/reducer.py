@@ -44,7 +44,8 @@ class GradientReduction(Protocol):
         Args:
             gradients: The gradients, which may be overwritten. They may be not finite if the step will be
                 skipped.
-            sums: Memory for this rank's slice of the sums, which may be `gradients` or a part of it.
+            sums: Memory for this rank's slice of the sums. Without ZeRO and with stage 1 it is `gradients` or
+                this rank's slice of it. Only these stages compress gradients.
 
         Returns:
             Handle whose result is `sums`.
@@ -127,7 +128,7 @@ class Reducer:
         self._first = True
 
     def start(self) -> Work[Tensor]:
-        """Start to reduce the bucket's final gradients. Collective over the group."""
+        """Start to reduce the bucket's final gradients. `complete` follows. Collective over the group."""
         bucket, gradients = self.bucket, self.bucket.final_gradients()
         if self.computes_squares and not gradients.is_meta:
             self.squares = local_square_sum(bucket, gradients)

@@ -214,15 +214,13 @@ class Replications:
             return self._expert_replication
         data_group = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
         sharding = self._sharding(data_group, shard.zero_exempt)
-        holders = self._mesh.group(SAME_TOKENS)
+        holders, pieces = self._mesh.group(SAME_TOKENS), None
         if SAME_TOKENS in shard.split:
             if shard.copies not in self._holder_groups:
                 self._holder_groups[shard.copies] = self._mesh.new_subgroup(SAME_TOKENS, shard.copies)
-            holders = self._holder_groups[shard.copies]
-        partial = SAME_TOKENS in shard.partial
-        pieces = self._mesh.group(SAME_TOKENS) if SAME_TOKENS in shard.split else None
+            holders, pieces = self._holder_groups[shard.copies], holders
         pipeline = self._mesh.group("pipeline") if shard.stage_copies > 1 else None
-        copy = shard.stage_copy, shard.stage_copies
+        partial, copy = SAME_TOKENS in shard.partial, (shard.stage_copy, shard.stage_copies)
         return Replication(sharding, holders, partial, pieces, pipeline, *copy)
 
     def _sharding(self, group: Group, zero_exempt: bool) -> ZeroSharding:

@@ -237,10 +237,8 @@ class ModuleState:
         """
         for each in self._keeping:
             for kind, shard, values in each.state():
-                resume_mode: ResumeMode = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
+                mode: ResumeMode = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
                 replication, changes = self._replications[shard], kind == BUFFER
                 holders = () if changes else replication.replica_groups
                 position = replication.holder_position(False)
-                yield StateTensor(
-                    kind, shard, values, 0, position, True, resume_mode, changes, holders=holders
-                )
+                yield StateTensor(kind, shard, values, 0, position, True, mode, changes, holders=holders)

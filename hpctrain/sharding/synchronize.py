@@ -102,7 +102,11 @@ class GradientSynchronizer:
         self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
 
     def finish(self) -> None:
-        """Wait until all gradients are reduced. Collective over each bucket's ranks."""
+        """Wait for all reductions, and reduce the gradients of tied embeddings and between replicas.
+
+        A step calls it after its backward passes. Then `owned_gradients` of all buckets are sums. Collective
+        over each bucket's ranks.
+        """
         for bucket in self.buckets:
             assert bucket.is_final, f"no gradient of {bucket.incomplete_parameter().shard.name}"
         # Sort by name: the two stages may have them in different orders.

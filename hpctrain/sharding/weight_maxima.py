@@ -55,10 +55,8 @@ class WeightMaxima:
         Collective over the ranks that have slices or parts of the same matrices.
         """
         provided = [*self._gathered_products, *((product, WEIGHTS) for product in self._sliced_products)]
-        maxima_here = [
-            reducible_maximum(product.local_weight_maxima(dims)) for product, dims in self._gathered_products
-        ]
-        maxima_here += self._slice_maxima()
+        local = (product.local_weight_maxima(dims) for product, dims in self._gathered_products)
+        maxima_here = [*map(reducible_maximum, local), *self._slice_maxima()]
         if maxima_here:
             agreed = torch.cat([maxima.flatten() for maxima in maxima_here])
             if self._tensor.size > 1:

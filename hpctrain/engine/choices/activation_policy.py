@@ -23,12 +23,12 @@ from hpctrain.pipeline.simulate import peak_activations
 
 
 def make_saved_policy(deck: Deck, world: World) -> SavedPolicy:
-    """Return what layers save for the backward pass. Local.
+    """Return the policy of what layers save for the backward pass, by section [memory] of the deck. Local.
 
-    `open_activation_store` adds the memory of offloaded activations.
+    Layers are built with it. `open_activation_store` later adds the memory of offloaded activations.
 
     Raises:
-        HpctrainError: The device does not support it.
+        HpctrainError: Activations shall be offloaded to host memory, but a CPU computes.
     """
     memory = deck.memory
     if memory.activations == "host" and on_host(world.device):

@@ -36,7 +36,10 @@ _IN_16_BITS = " in 16 bits"
 
 
 def matmul_name(measured: MatmulPass, deck: Deck) -> str:
-    """Return the name of a measured product: everything that decides which kernel is the fastest."""
+    """Return the name under which a deck stores the fastest kernel of a product.
+
+    It has everything that decides which kernel is the fastest: the pass, the formats and the sizes.
+    """
     size = f"{measured.rows} x {measured.outputs} x {measured.inputs}"
     return f"{_PASS_NAMES[measured.kind]}{_sum_suffix(deck)}, {deck.precision.compute}, {size}"
 
@@ -52,7 +55,10 @@ def micro_batch_tokens(deck: Deck) -> int:
 
 
 def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
-    """Return the kernels of a deck: those that were measured for it, if it does not name one.
+    """Return the table of the kernels that compute the matrix products of a run of the deck. Local.
+
+    It has a single kernel if the deck names one, or if the device or the precision leaves no choice. Else it
+    has the kernel of each product that `deck.runtime_choices` has stored after measurements.
 
     Args:
         deck: The deck.

@@ -119,7 +119,7 @@ def host_allocator(length: int, dtype: torch.dtype) -> Flat:
 
 
 def planned_offload(deck: Deck) -> OffloadAllocators:
-    """Return functions for a plan, whose optimizer state has neither memory nor files. Local."""
+    """Return the allocators of a plan, whose optimizer state has sizes, but no memory or files. Local."""
 
     def make(length: int, dtype: torch.dtype) -> Flat:
         if deck.memory.optimizer == "host":

@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Place of this rank in a run.
+    """Model that this rank holds in a run, and the ranks with which it trains or evaluates that model.
 
     A run with dedicated ranks has two worlds: the ranks of the policy, and all other ranks, whose engine has
     no model parts. All ranks of a run without them are in one world.

@@ -69,7 +69,7 @@ def plan_stage(
 
 
 def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
-    """Return the bytes of "optimizer" state and "parameters" of a planned stage outside the device."""
+    """Return the bytes of a planned stage that are kept outside the device: "optimizer" and "parameters"."""
     state = (
         flat.nbytes
         for bucket, state in zip(stage.buckets, stage.optimizer.states, strict=True)

@@ -65,7 +65,10 @@ class Adafactor:
         return UpdateBlock(shape, ELEMENT_WORK * prod(shape))
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return the names of the state except master weights, with the cell that shares each number."""
+        """Return, by name of a state, the shape of the cells whose elements share a number of it, or None.
+
+        As for every MatrixRule, None means one number for each element.
+        """
         shape = shard.shape
         leading = (1,) * (len(shape) - 2)
         block = leading + shape[-2:]

@@ -129,9 +129,9 @@ class LocalMatrices:
         return slice(start, start + prod(self.local))
 
     def is_assigned(self, number: int) -> bool:
-        """Return True if this rank has to transform a matrix, or the tensor rank that MatrixExchange chooses.
+        """Return True if this data rank transforms a matrix, and False if another one with the same one does.
 
-        A rank transforms all of its matrices, unless other data ranks hold the same ones.
+        If the matrix `is_exchanged`, one of the tensor ranks of the data rank transforms it.
         """
         elements, share = self.element_range(number), self.bucket.slice
         return not self.is_replicated or share.start <= elements.start < share.stop

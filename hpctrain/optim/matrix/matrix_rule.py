@@ -34,12 +34,12 @@ class MatrixRule(Protocol):
         """
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return the names of the optimizer state of a parameter, with the cell that shares each number.
+        """Return, by name of a state, the shape of the cells whose elements share a number of it, or None.
 
-        Master weights are not included. The state is initialized with zeros. None means one number for each
-        element, so the state has the shape of the parameter. A shape means that the elements of a cell of
-        this shape share one number, and has as many dims as the parameter. For a block [n, m] the cell (1, m)
-        is a row, so the state of the block has the shape [n, 1]. Cells at the end of a block may be smaller.
+        The names are those of the optimizer state of a parameter without master weights. It is initialized
+        with zeros. None means one number for each element, so the state has the shape of the parameter. The
+        shape of a cell has as many dims as the parameter. For a block [n, m] the cell (1, m) is a row, so the
+        state of the block has the shape [n, 1]. Cells at the end of a block may be smaller.
         """
 
     @property
@@ -110,7 +110,9 @@ class CellLayout(NamedTuple):
 
     @staticmethod
     def of(shard: Shard, block: UpdateBlock, cell: Sequence[int]) -> CellLayout:
-        """Return the layout of cells of a shape. Ranks that hold pieces of one block all hold its cells.
+        """Return the layout of a state with one number for each cell of the shape `cell`.
+
+        Ranks that hold pieces of one block all hold the numbers of the whole block.
 
         Args:
             shard: Shard of the parameter.

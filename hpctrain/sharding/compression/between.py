@@ -19,7 +19,7 @@ from hpctrain.sharding.state import StateTensor
 
 
 def bucket_over_group(bucket: Bucket, group: Group) -> Bucket:
-    """Return a copy of the bucket that is reduced over another group, without ZeRO, and shares its memory."""
+    """Return a bucket with the same memory, but without ZeRO, for a reduction over another group."""
     other = copy(bucket)
     other.sharding = ZeroSharding(0, group, bucket.sharding.replicas, bucket.sharding.diverging)
     other.slice = other.owned_slice = slice(0, bucket.length)
@@ -85,29 +85,26 @@ class HierarchicalReduction(GradientReduction):
 class _HierarchicalWork(Work[Tensor]):
     """Handle of a sum between nodes, whose `wait` distributes the result inside the node."""
 
-    __slots__ = ("_between", "_distribute")
+    __slots__ = ("_between", "_complete", "_distribute")
 
     def __init__(self, between: Work[Tensor], distribute: Callable[[], None], sums: Tensor) -> None:
         super().__init__(sums)
-        self._between: Work[Tensor] | None = between
-        self._distribute = distribute
+        self._between, self._distribute, self._complete = between, distribute, False
 
     @override
     def proceed(self) -> None:
-        if self._between is not None:
-            self._between.proceed()
+        self._between.proceed()
 
     @override
     def test(self) -> bool:
         """Let the sum between nodes make progress. Only `wait` completes the handle. Local."""
-        if self._between is not None:
-            self._between.test()
-        return self._between is None
+        self._between.test()
+        return self._complete
 
     @override
     def wait(self) -> Tensor:
-        if self._between is not None:
+        if not self._complete:
             self._between.wait()
-            self._between = None
             self._distribute()
+            self._complete = True
         return self._result

@@ -134,11 +134,9 @@ class CompressionBlocks:
         Returns:
             The views in `blocks`, and the views in `flat`.
         """
-        of_blocks, of_flat = [], []
-        for piece in self._pieces_in(part):
-            begin = piece.start - part.start
-            of_blocks.append(blocks[piece.first : piece.first + piece.length])
-            of_flat.append(flat[begin : begin + piece.length])
+        pieces = list(self._pieces_in(part))
+        of_blocks = [blocks[piece.first : piece.first + piece.length] for piece in pieces]
+        of_flat = [flat[piece.start - part.start :][: piece.length] for piece in pieces]
         return of_blocks, of_flat
 
     def clear_tails(self, blocks: Tensor) -> Tensor:
@@ -148,7 +146,7 @@ class CompressionBlocks:
         return blocks
 
     def code_spans(self, width: int, scale: int, span: Span) -> Iterator[Span]:
-        """Yield the ranges of bytes that a message with the code of some blocks consists of.
+        """Yield the ranges of bytes to send of the code of all blocks, so that the receiver has some of them.
 
         The code has first `width` bytes of each block for its elements, then `scale` bytes of each block.
         Bytes that only fill blocks up are omitted.
@@ -156,7 +154,7 @@ class CompressionBlocks:
         Args:
             width: Bytes of a block's values.
             scale: Bytes of a block's scale.
-            span: The blocks.
+            span: The blocks to send.
         """
         begin = end = 0
         for piece in self.pieces:

@@ -104,7 +104,7 @@ class SignCodec(Codec):
 
 
 def sign_values(positive: Tensor, scales: Tensor) -> Tensor:
-    """Return the values, fp32 [n, BLOCK], of blocks of signs.
+    """Return the scale of its block, or minus that, for each sign, fp32 [n, BLOCK].
 
     Args:
         positive: The signs, bool [n, BLOCK].

@@ -108,7 +108,11 @@ class MatrixStack:
                 fill_normal(values, 0, each.first_factor, seed, 1.0)
 
     def of_members(self, values: Tensor) -> Iterator[tuple[Matrices, Tensor]]:
-        """Yield the matrices of each parameter with their flat part of `values`, which has shape [k, ...]."""
+        """Yield the matrices of each parameter, with their part of a tensor of all k matrices, flat.
+
+        Args:
+            values: Tensor [k, ...], such as `factor` or `residual`.
+        """
         first = 0
         for each in self.members:
             yield each, values[first : first + each.count].view(-1)
@@ -199,9 +203,10 @@ class PowerSgd(GradientReduction):
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        return SequentialWork(self._steps(gradients, sums), sums)
+        return SequentialWork(self._steps(gradients), sums)
 
-    def _steps(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Tensor]]:
+    def _steps(self, gradients: Tensor) -> Iterator[Work[Tensor]]:
+        """Yield the two all-reduces, and compute before and after them. The gradients become the sums."""
         exact = [gradients[each.elements] for each in self._exact]
         left = [torch.bmm(stack.add_to_residuals(gradients), stack.factor.mT) for stack in self.stacks]
         message, parts = self._message([*left, *exact])
@@ -219,10 +224,6 @@ class PowerSgd(GradientReduction):
             self._next = [part.clone() for part in parts]
             for stack, p, q in zip(self.stacks, left, self._next, strict=True):
                 stack.store_products(p, q, gradients, 1 / self.group.size)
-        if sums is not gradients:
-            owned = gradients[self.bucket.slice]
-            if owned.data_ptr() != sums.data_ptr():
-                sums.copy_(owned)
 
     def _message(self, parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the tensors, concatenated in fp32, and views of each of them in the result."""

@@ -10,9 +10,6 @@ from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 
-_Kind = tuple[int, bool]
-"""Fragment of some elements, and True if they are exchanged in fp32."""
-
 
 @dataclass(frozen=True)
 class FragmentRange:
@@ -22,7 +19,8 @@ class FragmentRange:
         bucket: Number of the bucket.
         span: The elements, counted from the first that this rank owns.
         lengths: Number of elements of each parameter, including the padding that follows it.
-        norm_slices: Parts of `span` that this rank adds to norms; each replica adds its own.
+        norm_slices: Elements that this rank adds to norms, counted from the start of `span`. Each replica
+            adds its own.
         exact: True if the elements are exchanged in fp32. This is so for tied embeddings: the two pipeline
             stages that hold them have different neighbours, and must get the same bits.
     """
@@ -51,14 +49,15 @@ class FragmentSchedule:
     delay: int = 0
     warmup: int = 0
 
+    @property
+    def offsets(self) -> list[int]:
+        """For each fragment, how many updates later than fragment 0 it is synchronized."""
+        return [fragment * self.local_steps // self.fragments for fragment in range(self.fragments)]
+
     def begin(self, updates: int) -> list[int]:
         """Return the fragments whose synchronization starts after this number of updates."""
-        return [
-            fragment
-            for fragment in range(self.fragments)
-            if updates > self.warmup
-            and (updates - fragment * self.local_steps // self.fragments) % self.local_steps == 0
-        ]
+        offsets = enumerate(self.offsets if updates > self.warmup else ())
+        return [fragment for fragment, offset in offsets if (updates - offset) % self.local_steps == 0]
 
     def due(self, updates: int) -> list[int]:
         """Return the fragments whose synchronization takes effect after this number of updates."""
@@ -74,8 +73,7 @@ class FragmentSchedule:
             updates: Number of updates of the run so far.
         """
         last = updates - self.delay
-        firsts = (fragment * self.local_steps // self.fragments for fragment in range(self.fragments))
-        met = (last - (last - first) % self.local_steps for first in firsts)
+        met = (last - (last - offset) % self.local_steps for offset in self.offsets)
         together = min(self.warmup, updates)
         return [updates - (each if each > self.warmup else together) for each in met]
 
@@ -94,7 +92,8 @@ def fragments_of(
         count: Number of fragments.
     """
 
-    def kind(piece: tuple[BucketSegment, int, int]) -> _Kind | None:
+    def kind(piece: tuple[BucketSegment, int, int]) -> tuple[int, bool] | None:
+        """Return the fragment of some elements, and if they are exchanged in fp32; None if not trained."""
         segment = piece[0]
         if not segment.parameter.requires_grad:
             return None
@@ -108,8 +107,8 @@ def fragments_of(
             fragment, exact = key
             segments, starts, stops = zip(*group, strict=True)
             lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-            norm_slices = tuple(_norm_slices(bucket, segments))
             span = slice(starts[0], stops[-1])
+            norm_slices = tuple(_norm_slices(bucket, segments, span))
             fragments[fragment].append(FragmentRange(number, span, lengths, norm_slices, exact))
     return fragments
 
@@ -131,12 +130,12 @@ def _owned_segments(bucket: Bucket) -> Iterator[tuple[BucketSegment, int, int]]:
             yield segment, start, stop
 
 
-def _norm_slices(bucket: Bucket, segments: Sequence[BucketSegment]) -> Iterator[slice]:
-    """Yield the elements of these segments that this rank adds to norms of its replica."""
-    sharding, owned, share = bucket.sharding, bucket.owned_slice, bucket.slice
+def _norm_slices(bucket: Bucket, segments: Sequence[BucketSegment], span: slice) -> Iterator[slice]:
+    """Yield the elements of the segments of a span that this rank adds to norms of its replica."""
+    sharding, share, start = bucket.sharding, bucket.slice, bucket.owned_slice.start + span.start
     for segment in segments:
         first = max(segment.start, share.start)
         last = min(segment.start + segment.length, share.stop)
         position, _ = segment.replication.holder_position(False, sharding.group, sharding.replicas)
         if first < last and position == 0:
-            yield slice(first - owned.start, last - owned.start)
+            yield slice(first - start, last - start)

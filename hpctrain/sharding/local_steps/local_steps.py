@@ -131,7 +131,10 @@ class LocalSteps(ReplicaSync):
 
     @override
     def after_update(self, weights: Weights) -> Mapping[str, Tensor]:
-        """Make the outer steps that are due, and start those that begin. Collective.
+        """Update the outer weights of fragments that are due after this update, and start to exchange others.
+
+        Replicas receive the new outer weights. The schedule says which fragments are due and which begin.
+        Collective over the replicas.
 
         Returns:
             If fragments were synchronized, the square sums of `outer_gradient_norm`, and of
@@ -227,15 +230,15 @@ class LocalSteps(ReplicaSync):
         velocity = self._velocity[piece.bucket][piece.span] if self._velocity else None
         self.rule.update(outer, velocity, gradient)
         master = weights.masters[piece.bucket][piece.span]
-        local, first = _read(master, outer), piece.span.start
-        norm_slices = [slice(each.start - first, each.stop - first) for each in piece.norm_slices]
-        for name, parts in (
-            ("outer_gradient_norm", (gradient[each] for each in norm_slices)),
-            ("replica_distance", (local[each] - outer[each] for each in norm_slices)),
-        ):
-            for part in parts:
-                metrics[name] += torch.linalg.vector_norm(part, dtype=torch.float64).square() / self.replicas
+        local = _read(master, outer)
+        for part in piece.norm_slices:
+            metrics["outer_gradient_norm"] += self._mean_square_sum(gradient[part])
+            metrics["replica_distance"] += self._mean_square_sum(local[part] - outer[part])
         _write(master, outer if self.blend == 0 else local.mul(self.blend).add_(outer, alpha=1 - self.blend))
+
+    def _mean_square_sum(self, values: Tensor) -> Tensor:
+        """Return what this replica's values add to the mean over replicas of a sum of squares, fp64 0-dim."""
+        return torch.linalg.vector_norm(values, dtype=torch.float64).square() / self.replicas
 
     def _gradient(self, piece: FragmentRange) -> Tensor:
         """Return memory for the outer gradient of a range.
