@@ -76,7 +76,7 @@ def check_disk_space(folder: Path, required_bytes: int) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the files in an offload folder that belong to processes of this host that have ended."""
+    """Delete what processes of this host that have ended, such as crashed runs, left in an offload folder."""
     process = re.compile(rf"{_PREFIX}-{re.escape(_host())}-(\d+)-([^-]*)-.*")
     for leftover in folder.glob(f"{_PREFIX}-*"):
         match = process.fullmatch(leftover.name)

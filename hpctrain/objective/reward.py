@@ -61,6 +61,8 @@ class PairwiseReward(PairObjective):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the pairs' losses, and the sums of all metrics, fp64.
 
+        Pairs in which a row has no answer do not count.
+
         Args:
             rewards: Reward of each row [batch].
             present: For each row, whether it has an answer.

@@ -78,11 +78,11 @@ class ModelPlacement:
         return self.run_world.agreement() if self.has_dedicated_ranks else nullcontext()
 
     def broadcast_from(self, model: str, value: Value) -> Value:
-        """Return the value of the first rank that holds a model on all ranks. Collective over the run.
+        """Send a value from the first rank that holds a model to all ranks, and return it. Collective.
 
         Args:
             model: Name of the model.
-            value: Value of this rank, which counts only on the ranks of the model.
+            value: The value. It is ignored on ranks that do not hold the model.
         """
         if not self.has_dedicated_ranks:
             return value

@@ -25,9 +25,9 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
 
 
 def configure_communication(deck: Deck, world: World) -> str:
-    """Set up the world's communication by the deck, and return the name of its transport. Collective.
+    """Set how the world's ranks communicate, as the deck says, and return the transport's name. Collective.
 
-    This includes emulated nodes and links, and audits of messages.
+    It is called before a mesh is made. It also sets up emulated nodes and links, and audits of messages.
     """
     keys = deck.communication
     if keys.emulate is not None and world.nodes > 1:
