@@ -19,8 +19,10 @@ from tests.train.test_run import DECK
 
 
 def test_estimates_are_unbiased() -> None:
-    """Of a true gradient of square norm 13 and noise of trace 400, in parts of 1, 3, 5 and 7 of 16 samples:
-    each part's mean weighs as its samples do, which stands for a batch of 4 of them.
+    """The true gradient has the square norm 13 and its noise the trace 400.
+
+    16 samples are in parts of 1, 3, 5 and 7. Each part's mean is weighted by its number of samples, which is
+    equivalent to batches of 4 samples.
     """
     generator = np.random.default_rng(0)
     true, spread = np.array([2.0, 0.0, -3.0, 0.0]), np.sqrt([100.0, 200.0, 50.0, 50.0])

@@ -76,7 +76,7 @@ def expected(alone: Trainer, parts: int, micro_batches: bool) -> list[tuple[floa
 
 
 def mean_gradient(alone: Trainer, rank: int, ranks: int, batch: int) -> tuple[Tensor, int]:
-    """That over the tokens of one of so many data ranks, [elements] in fp64, and how many these are."""
+    """Return the mean gradient over the tokens of one data rank, [elements] in fp64, and their number."""
     with patch.object(Step, "share", (rank, ranks)):
         _, read = alone.step.accumulate(alone.state, batch)
         tokens = read.predicted

@@ -1,10 +1,12 @@
-"""Some steps of every way to save memory are those of one rank: losses, gradients and parameters.
+"""Training with every stage of ZeRO and offload has the losses, gradients and parameters of one rank.
 
-Two things would spoil a comparison of parameters as AdamW is commonly set. An element whose gradient is
-nearly zero has one of any sign by rounding, and the update makes a full step of it: so it is with the biases
-of keys, which softmax does not see. With a larger epsilon the update is a smooth function of the gradients,
-and what their rounding can do to the parameters is known. And large steps drive the models of these tests
-to where norms divide by almost nothing, so that differences grow tenfold in three steps; small ones do not.
+With the usual settings of AdamW, parameters cannot be compared, for two reasons:
+
+- If a gradient is nearly zero, rounding decides its sign, and the update is a full step. An example are the
+  biases of keys, on which softmax does not depend. With a larger epsilon, the update is a smooth function of
+  the gradients, so that the effect of their rounding is bounded.
+- With large steps, norms of these small models divide by almost zero, so that differences grow tenfold in
+  three steps. Small steps avoid that.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Course:
     rates: float
 
     def bound(self, name: str) -> float:
-        """Of a parameter's difference after all steps, where gradients differ by at most `delta` in each.
+        """Return a bound for a parameter's difference after steps whose gradients differ by at most `delta`.
 
         An update is rate * m / (sqrt(v) + epsilon), with means m of the gradients and v of their squares
         whose weights a and b sum to 1. Both m and sqrt(v) differ by at most delta, and |m| is at most
@@ -104,11 +106,11 @@ class Course:
         return self.rates * (1 + ratio) * self.delta(name) / EPSILON + rounded
 
     def delta(self, name: str) -> float:
-        """What a gradient may differ by.
+        """Return by how much a gradient may differ between layouts.
 
-        Those of queries and keys come out of softmax's derivative, p (g - sum p g): a difference that nearly
-        cancels, of terms as large as the values' gradients, whose rounding it keeps. Of keys' biases nothing
-        else is left.
+        Gradients of queries and keys pass through softmax's derivative, p (g - sum p g). Its terms are as
+        large as the gradients of the values and nearly cancel, so the rounding of the values' gradients
+        remains. The gradient of the keys' biases consists of nothing but this rounding.
         """
         terms = {name, re.sub(r"\.(query|key)\.", ".value.", name)}
         return ROUNDING * max(self.largest[each] for each in terms)

@@ -1,4 +1,4 @@
-"""What ranks own of buckets with blocks: none is cut, all is somebody's, and the work is spread."""
+"""Ranks own whole blocks of a bucket, each element has one owner, and the work is spread evenly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas do with each other after an update: another Outer than the run's, against one rank alone."""
+"""A ReplicaSync of this test, which averages weights after updates, has the results of one rank."""
 
 from __future__ import annotations
 

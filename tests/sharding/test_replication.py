@@ -1,4 +1,4 @@
-"""Who holds, sums, counts and writes a piece: of all ranks together, each slice of each piece once."""
+"""All ranks together hold, sum, count and write each slice of each piece of a tensor once."""
 
 from __future__ import annotations
 

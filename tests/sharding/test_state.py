@@ -50,7 +50,7 @@ class Rounding:
         self.residual = torch.zeros(bucket.length, device=bucket.sharding.group.device)
 
     def begin(self, updates: int) -> None:
-        """Every step is like every other."""
+        """Do nothing."""
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         self.residual.add_(gradients)
@@ -59,7 +59,7 @@ class Rounding:
         return self.inner.start(gradients, sums)
 
     def end_step(self, updated: bool, scale_ratio: float) -> None:
-        """What a step that is skipped would have sent is lost with it."""
+        """Discard the residual if the step was skipped, as its gradients are discarded, too."""
         self.residual.mul_(scale_ratio) if updated else self.residual.zero_()
 
     def state(self) -> Iterator[StateTensor]:
@@ -358,7 +358,7 @@ def test_only_state_of_another_shape_is_initialized(
 
 class Learns(torch.nn.Module):
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Identity, Learns])
