@@ -52,11 +52,11 @@ def _agrees(library: bytes) -> bool:
 
 
 def libraries_of_nodes(world: World, content: bytes | None) -> dict[int, bytes]:
-    """Return the library that a rank of each node has built, by node. Collective over all ranks.
+    """Return the compiled library of each node, which one of its ranks has built, by node. Collective.
 
     Args:
         world: All ranks.
-        content: Library that this rank has built; None if it has not, or could not.
+        content: Contents of the library file that this rank has built; None if it has not, or could not.
     """
     gathered = world.everyone.all_gather_object((world.node, content))
     return {node: library for node, library in gathered if library is not None}

@@ -124,5 +124,5 @@ def place_models(deck: Deck, world: World) -> ModelPlacement:
 
 
 def _build_no_parts(deck: Deck, setup: StageSetup) -> TrainedStage:
-    """Build a stage without model parts, as a StageBuilder."""
+    """Build the stage of a rank whose engine has no model parts. It is a StageBuilder."""
     return build_inference_stage(deck, replace(setup, models=[]))

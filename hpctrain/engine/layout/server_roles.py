@@ -29,7 +29,7 @@ from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
 def build_worker_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
-    """Build the stage of a worker, as a StageBuilder."""
+    """Build the stage of a worker, whose gradients servers reduce. It is a StageBuilder."""
     stage = build_stage(deck, setup.layer_context, setup.models, setup.replications, has_gradients=True)
     replica_sync = SyncEveryStep()
     reducers = [Reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]

@@ -15,7 +15,10 @@ from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
 def build_inference_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
-    """Build a stage without gradients, as a StageBuilder."""
+    """Build the stage of a model that is only evaluated, such as a reference, without gradients.
+
+    It is a StageBuilder for engines whose weights are loaded from a file, and for their plans.
+    """
     stage = build_stage(deck, setup.layer_context, setup.models, setup.replications, setup.offload.parameters)
     replica_sync = SyncEveryStep()
     return TrainedStage(
