@@ -238,7 +238,8 @@ class LocalSteps(ReplicaSync):
 
     def _mean_square_sum(self, values: Tensor) -> Tensor:
         """Return what this replica's values add to the mean over replicas of a sum of squares, fp64 0-dim."""
-        return torch.linalg.vector_norm(values, dtype=torch.float64).square() / self.replicas
+        norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+        return norm.square() / self.replicas
 
     def _gradient(self, piece: FragmentRange) -> Tensor:
         """Return memory for the outer gradient of a range.
