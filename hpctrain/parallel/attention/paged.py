@@ -254,7 +254,7 @@ class LayerPages:
             *(x.data_ptr() for x in stored),
         )
         memory = torch.empty(HIGHEST * (text_pages * PAGE + 2 * self.layout.width))
-        functions.call("attend_paged", paged, *map(heads_of, (query, key, value, output)), memory)
+        functions.library.attend_paged(paged, *map(heads_of, (query, key, value, output)), memory)
         return output
 
 

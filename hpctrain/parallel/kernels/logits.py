@@ -7,7 +7,6 @@ fp32; `functions.c` makes one over the products as stored, and one more for the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,18 +97,19 @@ class CompiledSoftmaxStatistics(SoftmaxStatistics):
     Args:
         logits: The logits.
         column: Column of one logit of each row, int64 [n]; negative for none.
-        call: Calls a function of the library.
+        library: The library.
     """
 
-    def __init__(self, logits: SplitLogits, column: Tensor, call: Callable[..., None]) -> None:
-        self._call, self._extreme = call, torch.empty(0)
+    def __init__(self, logits: SplitLogits, column: Tensor, library: ctypes.CDLL) -> None:
+        self._library, self._extreme = library, torch.empty(0)
         super().__init__(logits, column)
 
     def _compute(self) -> None:
         x, column = self._logits.products, self._column
         assert x.is_contiguous() and column.is_contiguous() and column.dtype == torch.int64
         self._extreme, self.total, self.at_column = torch.empty(3, len(x))
-        self._call("softmax_statistics", x, column, self._extreme, self.total, self.at_column, *self._sizes())
+        results = self._extreme, self.total, self.at_column
+        self._library.softmax_statistics(x, column, *results, *self._sizes())
         # Scaled afterwards, so that the exponential of the largest logit is one, however it rounds.
         largest = self._extreme * abs(self._logits.multiplier)
         self.maximum = largest.clamp_min_(torch.finfo(torch.float32).min)
@@ -118,10 +118,9 @@ class CompiledSoftmaxStatistics(SoftmaxStatistics):
     def gradient(self, weight: Tensor, column_weight: Tensor) -> Tensor:
         x, weights = self._logits.products, (weight.contiguous(), column_weight.contiguous())
         assert all(each.dtype == torch.float32 for each in weights)
-        self._call("softmax_gradient", x, self._column, self._extreme, *weights, *self._sizes())
+        self._library.softmax_gradient(x, self._column, self._extreme, *weights, *self._sizes())
         return x
 
-    def _sizes(self) -> tuple[int, int, int, float, object]:
-        logits = self._logits
-        size = ctypes.c_int(logits.products.element_size())
-        return *logits.products.shape[:1], logits.columns, logits.products.shape[1], logits.multiplier, size
+    def _sizes(self) -> tuple[int, int, int, float, int]:
+        logits, (rows, width) = self._logits, self._logits.products.shape
+        return rows, logits.columns, width, logits.multiplier, logits.products.element_size()

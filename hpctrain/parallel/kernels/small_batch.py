@@ -92,7 +92,7 @@ def few_rows(
     rows = inputs.numel() // features
     result = inputs.new_empty(*inputs.shape[:-1], outputs)
     memory = torch.empty(few_rows_floats(rows, features))
-    functions.call("few_rows", inputs, weight, bias, result, memory, rows, outputs, features, block)
+    functions.library.few_rows(inputs, weight, bias, result, memory, rows, outputs, features, block)
     return result
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
 from math import log
 from typing import Any, NamedTuple
 
@@ -15,20 +16,17 @@ from hpctrain.parallel.kernels.attention_inputs import AttentionInputs, separate
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule, sinks_gradient
 from hpctrain.parallel.kernels.functions.function_library import AttentionArguments, Heads, workspace_floats
 
-LibraryCall = Callable[..., None]
-"""`CompiledFunctions.call`: it calls the C function of a name with tensors, numbers and structures."""
 
-
-def compiled_attention(call: LibraryCall, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
+def compiled_attention(library: ctypes.CDLL, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
     """Return the causal softmax attention [s, b, heads, d] of complete sequences.
 
     Args:
-        call: Calls a function of the library.
+        library: The library.
         inputs: Queries, keys, values, and what else attention depends on.
         rule: Scale, window and soft cap.
     """
     query, key, value, sinks, tables, documents = inputs
-    options = _Options(call, tables, rule, documents)
+    options = _Options(library, tables, rule, documents)
     result: Tensor = apply_function(_CompiledAttention, query, key, value, sinks, options)
     return result
 
@@ -36,7 +34,7 @@ def compiled_attention(call: LibraryCall, inputs: AttentionInputs, rule: Attenti
 class _Options(NamedTuple):
     """Arguments of compiled attention that have no gradients."""
 
-    call: LibraryCall
+    library: ctypes.CDLL
     tables: Sequence[Tensor]
     rule: AttentionRule
     documents: Documents | None
@@ -90,7 +88,7 @@ class _CompiledAttention(torch.autograd.Function):
             tables = [table[sequences.positions] for table in options.tables]
             sizes = attention_arguments(operands[0], operands[1], tables, options.rule, scores)
             addresses = *map(heads_of, operands), sequences.log_sums(log_sums)
-            options.call("attend", sizes, *addresses, memory, 0, sizes.batch * sizes.groups)
+            options.library.attend(sizes, *addresses, memory)
         ctx.options = options
         ctx.save_for_backward(query, key, value, sinks, output, log_sums, *options.tables)
         return output
@@ -109,7 +107,7 @@ class _CompiledAttention(torch.autograd.Function):
             sizes = attention_arguments(operands[0], operands[1], tables, options.rule)
             part = sequences.log_sums(log_sums)
             addresses = *map(heads_of, operands), part
-            options.call("attend_gradient", sizes, *addresses, memory, 0, sizes.batch * sizes.groups)
+            options.library.attend_gradient(sizes, *addresses, memory)
             if sinks is not None:
                 length, batch, heads, _ = operands[3].shape
                 natural = part[: batch * heads * length].view(batch, heads, length) * log(2)

@@ -16,10 +16,10 @@ from hpctrain.parallel.backward.autograd import apply_function
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.functions.compiled_attention import (
-    LibraryCall,
     compiled_attention,
     empty_contiguous,
 )
+from hpctrain.parallel.kernels.functions.function_library import declare_functions
 from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
 
@@ -41,24 +41,25 @@ class CompiledFunctions(LayerFunctions):
         self, library: ctypes.CDLL | None = None, note: str = "", library_checksums: str = ""
     ) -> None:
         super().__init__(note, library_checksums)
-        self._library = library
+        self._library = None if library is None else declare_functions(library)
 
-    def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the library. Tensors are passed by address, and integers as 8 bytes."""
-        assert self._library is not None
-        getattr(self._library, name)(*map(_argument, arguments))
+    @property
+    def library(self) -> ctypes.CDLL:
+        """The library. Its functions take tensors, numbers and structures, as `FUNCTIONS` declares them."""
+        assert self._library is not None, "these functions only serve a plan"
+        return self._library
 
     @override
     def activate(self, x: Tensor, activation: Activation, sizes: Sequence[int]) -> Tensor:
         if activation.kernel is None:
             return super().activate(x, activation, sizes)
         assert not activation.gated or sizes[0] == sizes[1] == x.shape[-1] // 2
-        result: Tensor = apply_function(_Activation, x, self.call, activation.kernel, activation.gated)
+        result: Tensor = apply_function(_Activation, x, self.library, activation.kernel, activation.gated)
         return result
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
-        result: Tensor = apply_function(_RmsNorm, x, weight, self.call, epsilon, offset)
+        result: Tensor = apply_function(_RmsNorm, x, weight, self.library, epsilon, offset)
         return result
 
     @override
@@ -67,28 +68,18 @@ class CompiledFunctions(LayerFunctions):
 
     @override
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        result: Tensor = apply_function(_LayerNorm, x, weight, bias, self.call, epsilon)
+        result: Tensor = apply_function(_LayerNorm, x, weight, bias, self.library, epsilon)
         return result
 
     @override
     def softmax_statistics(self, logits: SplitLogits, column: Tensor) -> SoftmaxStatistics:
         if logits.cap:
             return super().softmax_statistics(logits, column)
-        return CompiledSoftmaxStatistics(logits, column, self.call)
+        return CompiledSoftmaxStatistics(logits, column, self.library)
 
     @override
     def attend(self, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
-        return compiled_attention(self.call, inputs, rule)
-
-
-def _argument(value: object) -> object:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if isinstance(value, int):
-        return ctypes.c_int64(value)
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    return ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
+        return compiled_attention(self.library, inputs, rule)
 
 
 class _Activation(torch.autograd.Function):
@@ -98,13 +89,13 @@ class _Activation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: LibraryCall, name: str, gated: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, library: ctypes.CDLL, name: str, gated: bool) -> Tensor:
         x = x.contiguous()
         width = x.shape[-1] // 2 if gated else x.shape[-1]
-        sizes = x.numel() // x.shape[-1], width, ctypes.c_int(x.element_size())
+        sizes = x.numel() // x.shape[-1], width, x.element_size()
         result = x.new_empty(*x.shape[:-1], width) if gated else torch.empty_like(x)
-        call(name, x, result, *sizes)
-        ctx.call, ctx.name, ctx.sizes = call, name, sizes
+        getattr(library, name)(x, result, *sizes)
+        ctx.gradient, ctx.sizes = getattr(library, f"{name}_gradient"), sizes
         ctx.save_for_backward(x)
         return result
 
@@ -112,7 +103,7 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         result = torch.empty_like(x)
-        ctx.call(f"{ctx.name}_gradient", gradient.contiguous(), x, result, *ctx.sizes)
+        ctx.gradient(gradient.contiguous(), x, result, *ctx.sizes)
         return result, None, None, None
 
 
@@ -121,13 +112,13 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, call: LibraryCall, epsilon: float, offset: int
+        ctx: Any, x: Tensor, weight: Tensor, library: ctypes.CDLL, epsilon: float, offset: int
     ) -> Tensor:
         x, stride, sizes = _even_tokens(x)
         inverse, result = torch.empty(sizes[0] * sizes[1]), empty_contiguous(x)
-        options = ctypes.c_int(offset), ctypes.c_int(x.element_size())
-        call("rms_norm", x, stride, weight, result, inverse, *sizes, epsilon, *options)
-        ctx.call, ctx.options = call, options
+        options = offset, x.element_size()
+        library.rms_norm(x, stride, weight, result, inverse, *sizes, epsilon, *options)
+        ctx.library, ctx.options = library, options
         ctx.save_for_backward(x, weight, inverse)
         return result
 
@@ -137,7 +128,7 @@ class _RmsNorm(torch.autograd.Function):
         (x, stride, sizes), gradient = _even_tokens(x), gradient.contiguous()
         result, weight_gradient = empty_contiguous(x), torch.zeros(weight.shape)
         operands = gradient, x, stride, weight, inverse, result, weight_gradient
-        ctx.call("rms_norm_gradient", *operands, *sizes, *ctx.options)
+        ctx.library.rms_norm_gradient(*operands, *sizes, *ctx.options)
         return result, weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
 
 
@@ -161,13 +152,13 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, call: LibraryCall, epsilon: float
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, library: ctypes.CDLL, epsilon: float
     ) -> Tensor:
         x = x.contiguous()
-        rows, size = prod(x.shape[:-1]), ctypes.c_int(x.element_size())
+        rows, size = prod(x.shape[:-1]), x.element_size()
         result, mean, inverse = torch.empty_like(x), torch.empty(rows), torch.empty(rows)
-        call("layer_norm", x, weight, bias, result, mean, inverse, rows, x.shape[-1], epsilon, size)
-        ctx.call = call
+        library.layer_norm(x, weight, bias, result, mean, inverse, rows, x.shape[-1], epsilon, size)
+        ctx.library = library
         ctx.save_for_backward(x, weight, mean, inverse)
         return result
 
@@ -176,8 +167,8 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, mean, inverse = ctx.saved_tensors
         gradient, result = gradient.contiguous(), torch.empty_like(x)
         sums = torch.zeros(2, *weight.shape)
-        rows, width, size = inverse.numel(), x.shape[-1], ctypes.c_int(x.element_size())
-        ctx.call("layer_norm_gradient", gradient, x, weight, mean, inverse, result, *sums, rows, width, size)
+        rows, width, size = inverse.numel(), x.shape[-1], x.element_size()
+        ctx.library.layer_norm_gradient(gradient, x, weight, mean, inverse, result, *sums, rows, width, size)
         weight_gradient, bias_gradient = (
             each.to(weight.dtype) if needed else None
             for each, needed in zip(sums, ctx.needs_input_grad[1:3], strict=True)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-_LANES, _ROWS, _PANEL, _BLOCK = 16, 64, 32, 1024  # as in functions.c
+_LANES, _ROWS, _PANEL = 16, 64, 32  # as in functions.c
 PAGE, HIGHEST = _PANEL, 8  # tokens of a page there, and the most queries at a time
 
 
@@ -56,6 +59,43 @@ class Paged(ctypes.Structure):
     )
 
 
+class Memory(ctypes.c_void_p):
+    """Argument type of an address: of a tensor, of an array of ctypes, or None."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        """Return what ctypes passes to a function for a value."""
+        return ctypes.c_void_p(value.data_ptr()) if hasattr(value, "data_ptr") else value
+
+
+class Size(ctypes.c_int):
+    """Argument type of the bytes of an element, 4 or 2."""
+
+
+class Offset(ctypes.c_int):
+    """Argument type of a number that is added to weights, 0 or 1."""
+
+
+_POINTERS = {kind: ctypes.POINTER(kind) for kind in (Heads, AttentionArguments, Paged)}
+_P, _N, _F, _H = Memory, ctypes.c_int64, ctypes.c_float, _POINTERS[Heads]
+
+FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("gelu", "gated", "geglu"), (_P, _P, _N, _N, Size)),
+    **dict.fromkeys(("gelu_gradient", "gated_gradient", "geglu_gradient"), (_P, _P, _P, _N, _N, Size)),
+    "rms_norm": (_P, _N, _P, _P, _P, _N, _N, _N, _F, Offset, Size),
+    "rms_norm_gradient": (_P, _P, _N, _P, _P, _P, _P, _N, _N, _N, Offset, Size),
+    "layer_norm": (_P, _P, _P, _P, _P, _P, _N, _N, _F, Size),
+    "layer_norm_gradient": (_P, _P, _P, _P, _P, _P, _P, _P, _N, _N, Size),
+    "softmax_statistics": (_P, _P, _P, _P, _P, _N, _N, _N, _F, Size),
+    "softmax_gradient": (_P, _P, _P, _P, _P, _N, _N, _N, _F, Size),
+    "attend": (_POINTERS[AttentionArguments], _H, _H, _H, _H, _P, _P),
+    "attend_gradient": (_POINTERS[AttentionArguments], _H, _H, _H, _H, _H, _H, _H, _H, _P, _P),
+    "attend_paged": (_POINTERS[Paged], _H, _H, _H, _H, _P),
+    "few_rows": (_P, _P, _P, _P, _P, _N, _N, _N, _N),
+}
+"""Types of the arguments of each function, as in `functions.c`."""
+
+
 def padded(head: int) -> int:
     """Return the features of a head, padded to complete vector lanes."""
     return -(-head // _LANES) * _LANES
@@ -91,55 +131,49 @@ def open_library(content: bytes) -> ctypes.CDLL:
     return ctypes.CDLL(f"/proc/self/fd/{file}")
 
 
+def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the arguments of all functions of the library, and return it.
+
+    Raises:
+        AttributeError: The library lacks a function.
+    """
+    for name, arguments in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
 def call_all(library: ctypes.CDLL) -> None:
-    """Call every function of the library in both formats, with complete tiles and remainders."""
+    """Call every function in both formats, with and without options, with complete vectors and remainders."""
     rows, heads, head = _ROWS + 6, 2, 2 * _LANES + 8
-    memory = ctypes.create_string_buffer(4 * workspace_floats(rows, head))
-    zeros = ctypes.create_string_buffer(4 * rows * heads * head)
-    x, height, width = ctypes.byref(zeros), ctypes.c_int64(rows), ctypes.c_int64(head)
-    address = ctypes.addressof(zeros)
-    tensor = ctypes.byref(Heads(address, heads * head, heads * head, head))
-    first, last = ctypes.c_int64(0), ctypes.c_int64(1)
-    column = (ctypes.c_int64 * 2)(-1, _BLOCK)
-    texts = (ctypes.c_int64 * rows)()
-    scratch = ctypes.create_string_buffer(4 * HIGHEST * (_PANEL + 2 * padded(head)))
-    for size in (4, 2):
-        sizes = ctypes.byref(AttentionArguments(rows, 1, heads, 1, head, size, 1.0, address, address))
-        for name in ("gelu", "gated", "geglu"):
-            library[name](x, x, height, width, size)
-            library[f"{name}_gradient"](x, x, x, height, width, size)
-        token, count = ctypes.c_int64(heads * head), ctypes.c_int64(heads)
-        for offset in (0, 1):
-            head_sizes = height, count, width
-            library.rms_norm(x, token, x, x, memory, *head_sizes, ctypes.c_float(1.0), offset, size)
-            library.rms_norm_gradient(x, x, token, x, memory, x, memory, *head_sizes, offset, size)
-        library.layer_norm(x, x, x, x, memory, memory, height, width, ctypes.c_float(1.0), size)
-        library.layer_norm_gradient(x, x, x, memory, memory, x, memory, memory, height, width, size)
-        row_sizes = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size
-        library.softmax_statistics(memory, column, x, x, x, *row_sizes)
-        library.softmax_gradient(memory, column, x, x, x, *row_sizes)
-        bounds = 3, 1.0, address
-        bounded = ctypes.byref(
-            AttentionArguments(rows, 1, heads, 1, head, size, 1.0, address, address, *bounds)
-        )
-        library.attend(sizes, *[tensor] * 4, x, memory, first, last)
-        library.attend(bounded, *[tensor] * 4, x, memory, first, last)
-        whole = [ctypes.c_int64(each) for each in (2 * _LANES + 3, _LANES + 5, _LANES + 8, _LANES + 1)]
-        library.few_rows(x, x, x, x, memory, *whole)
-        library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
-        library.attend_gradient(bounded, *[tensor] * 8, x, memory, first, last)
+    bytes_of_each = 4 * workspace_floats(rows, head)  # more than any other argument needs
+    written, zeros = (ctypes.create_string_buffer(bytes_of_each) for _ in range(2))
+    at, zero = ctypes.addressof(written), ctypes.addressof(zeros)
+    attention = [
+        AttentionArguments(rows, 1, heads, 1, head, size, 1.0, at, at, *bounds)
+        for size in (4, 2)
+        for bounds in ((), (3, 1.0, zero))
+    ]
+    values: dict[Any, list[Any]] = {
+        ctypes.c_int64: [2 * _LANES + 2],
+        ctypes.c_float: [1.0],
+        Size: [4, 2],
+        Offset: [0, 1],
+        _POINTERS[Heads]: [Heads(at, heads * head, heads * head, head)],
+        _POINTERS[AttentionArguments]: attention,
         # All rows belong to text 0 at its first position, in page 0.
-        none = ctypes.addressof(texts)
-        attention = AttentionArguments(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
-        for key_size in (4, size):
-            pages = Paged(
-                attention, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), *[none] * 4
-            )
-            library.attend_paged(ctypes.byref(pages), *[tensor] * 4, scratch)
+        _POINTERS[Paged]: [
+            Paged(each, 1, key, at, at, *[zero] * 4) for each in attention for key in (4, each.element)
+        ],
+    }
+    for name, kinds in FUNCTIONS.items():
+        for options in product(*(values.get(kind, [None]) for kind in kinds)):
+            new = (ctypes.create_string_buffer(bytes_of_each) for _ in kinds)
+            getattr(library, name)(*(next(new) if each is None else each for each in options))
 
 
 if __name__ == "__main__":
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    call_all(open_library(Path(sys.argv[1]).read_bytes()))
+    call_all(declare_functions(open_library(Path(sys.argv[1]).read_bytes())))

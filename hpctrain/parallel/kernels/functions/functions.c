@@ -178,60 +178,50 @@ INLINE Floats factors(const char *weight, int offset, int size, int some) {
     return w;
 }
 
-/* RMSNorm: y = x * inverse * (weight + offset) for x [rows, width], where `inverse` [rows] is
- * 1 / sqrt(mean(x^2) + epsilon). `offset` is 0 or 1. */
-INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width,
-                   float epsilon, int offset, int size) {
-    for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
-        Sum sum = {0};
-        SUMMED(width, {
-            const Floats a = load_within(x + i * size, size, some);
-            sum.part[part] += a * a;
-        })
-        const float root = inverse[row] = 1 / sqrtf(total(sum) / width + epsilon);
-        ELEMENTS(width, {
-            const Floats a = load_within(x + i * size, size, some);
-            store_within(y + i * size, size, some, a * root * factors(weight + i * size, offset, size, some));
-        })
+/* RMSNorm: y = x * inverse * (weight + offset) for x and y [tokens, rows, width], such as those of each head, where
+ * `inverse` [tokens, rows] is 1 / sqrt(mean(x^2) + epsilon). Tokens of x are `stride` elements apart. `offset` is 0 or
+ * 1. */
+INLINE void rms_norm_of(const char *from, size_t stride, const char *weight, char *y, float *inverse,
+                        size_t tokens, size_t rows, size_t width, float epsilon, int offset, int size) {
+    for (size_t token = 0; token < tokens; ++token, from += stride * size) {
+        const char *x = from;
+        for (size_t row = 0; row < rows; ++row, ++inverse, x += width * size, y += width * size) {
+            Sum sum = {0};
+            SUMMED(width, {
+                const Floats a = load_within(x + i * size, size, some);
+                sum.part[part] += a * a;
+            })
+            const float root = *inverse = 1 / sqrtf(total(sum) / width + epsilon);
+            ELEMENTS(width, {
+                const Floats a = load_within(x + i * size, size, some);
+                store_within(y + i * size, size, some, a * root * factors(weight + i * size, offset, size, some));
+            })
+        }
     }
 }
 
 /* Gradients of RMSNorm. `dx` is overwritten; the gradient of the weight is added to `dweight` [width], fp32. */
-INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
-                            float *dweight, size_t rows, size_t width, int offset, int size) {
-    for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
-        const float root = inverse[row];
-        Sum sum = {0};
-        SUMMED(width, {
-            const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
-            sum.part[part] += a * d * factors(weight + i * size, offset, size, some);
-            char *to = (char *)(dweight + i);
-            store_within(to, 4, some, load_within(to, 4, some) + a * root * d);
-        })
-        const float mean = total(sum) * root * root / width;
-        ELEMENTS(width, {
-            const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
-            const Floats w = factors(weight + i * size, offset, size, some);
-            store_within(dx + i * size, size, some, root * (d * w - a * mean));
-        })
-    }
-}
-
-/* RMSNorm of x and y [tokens, rows, width], such as those of each head. Tokens of x are `stride` elements apart. */
-INLINE void rms_norm_of(const char *x, size_t stride, const char *weight, char *y, float *inverse, size_t tokens,
-                        size_t rows, size_t width, float epsilon, int offset, int size) {
-    for (size_t token = 0; token < tokens; ++token)
-        rms_of(x + token * stride * size, weight, y + token * rows * width * size, inverse + token * rows, rows,
-               width, epsilon, offset, size);
-}
-
-INLINE void rms_norm_gradient_of(const char *dy, const char *x, size_t stride, const char *weight,
+INLINE void rms_norm_gradient_of(const char *dy, const char *from, size_t stride, const char *weight,
                                  const float *inverse, char *dx, float *dweight, size_t tokens, size_t rows,
                                  size_t width, int offset, int size) {
-    for (size_t token = 0; token < tokens; ++token) {
-        const size_t at = token * rows * width * size;
-        rms_gradient_of(dy + at, x + token * stride * size, weight, inverse + token * rows, dx + at, dweight,
-                        rows, width, offset, size);
+    for (size_t token = 0; token < tokens; ++token, from += stride * size) {
+        const char *x = from;
+        for (size_t row = 0; row < rows; ++row, x += width * size, dy += width * size, dx += width * size) {
+            const float root = *inverse++;
+            Sum sum = {0};
+            SUMMED(width, {
+                const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
+                sum.part[part] += a * d * factors(weight + i * size, offset, size, some);
+                char *to = (char *)(dweight + i);
+                store_within(to, 4, some, load_within(to, 4, some) + a * root * d);
+            })
+            const float mean = total(sum) * root * root / width;
+            ELEMENTS(width, {
+                const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
+                const Floats w = factors(weight + i * size, offset, size, some);
+                store_within(dx + i * size, size, some, root * (d * w - a * mean));
+            })
+        }
     }
 }
 
@@ -667,15 +657,15 @@ INLINE float inverse_sum(const Attention *a, int64_t head, float whole, float la
     return scale / whole;
 }
 
-/* Attention of the pairs (batch, group) from `from` to `to`. `log_sums` [batch, heads, rows] receives the binary
- * logarithm of each softmax denominator, which the backward pass needs. */
+/* Attention. `log_sums` [batch, heads, rows] receives the binary logarithm of each softmax denominator, which the
+ * backward pass needs. */
 void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *log_sums,
-            float *memory, int64_t from, int64_t to) {
+            float *memory) {
     const int rows = (int)a->rows, keys = up_to(rows, PANEL), width = up_to(a->head, LANES), size = a->element;
     const int shared = (int)(a->heads / a->groups);
     float *values = memory, *key_panels = values + (size_t)keys * width, *query = key_panels + (size_t)keys * width;
     float *output = query + ROWS * width, *chance = output + ROWS * width, *plain = chance + (size_t)ROWS * keys;
-    for (int64_t pair = from; pair < to; ++pair) {
+    for (int64_t pair = 0; pair < a->batch * a->groups; ++pair) {
         const int64_t batch = pair / a->groups, group = pair % a->groups;
         memset(values, 0, sizeof(float) * keys * width);
         memset(plain, 0, sizeof(float) * keys * width);
@@ -714,7 +704,7 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
 /* Gradients of `attend`: dq, dk and dv of the output's gradient d. */
 void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o,
                      const Heads *d, const Heads *dq, const Heads *dk, const Heads *dv, const float *log_sums,
-                     float *memory, int64_t from, int64_t to) {
+                     float *memory) {
     const int rows = (int)a->rows, keys = up_to(rows, PANEL), width = up_to(a->head, LANES), size = a->element;
     const int shared = (int)(a->heads / a->groups);
     const size_t whole = (size_t)keys * width;
@@ -722,7 +712,7 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
     float *key_sum = value_panels + whole, *value_sum = key_sum + whole, *values = value_sum + whole;
     float *query = values + whole, *gradient = query + ROWS * width, *output = gradient + ROWS * width;
     float *chance = output + ROWS * width, *change = chance + (size_t)ROWS * keys;
-    for (int64_t pair = from; pair < to; ++pair) {
+    for (int64_t pair = 0; pair < a->batch * a->groups; ++pair) {
         const int64_t batch = pair / a->groups, group = pair % a->groups;
         memset(plain, 0, sizeof(float) * whole);
         memset(values, 0, sizeof(float) * whole);
