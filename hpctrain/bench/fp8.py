@@ -7,7 +7,7 @@ what they consist of, each by itself: quantizing the operands, and multiplying t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -24,11 +24,13 @@ from hpctrain.host.device_memory import used_bytes
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.device_support import native_products
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
+from hpctrain.parallel.fp8.fp8_settings import Fp8Settings
+from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
-from hpctrain.parallel.fp8.quantized_matmul import KINDS, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import KINDS
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
-from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.layer_context import LayerContext, ProductSettings
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.room import demand_room
@@ -229,8 +231,5 @@ def _variant(
 def _product(weight: Parameter, recipe: ScalingRecipe | None) -> Matmul:
     alone = planned_group(("tensor",), 0, 1, Ledger(), device=weight.device)
     layer_context = LayerContext(tensor=alone, context=alone)
-    if recipe is None:
-        return Matmul([weight], layer_context)
-    if recipe.delayed:
-        return DelayedMatmul([weight], layer_context, recipe, steps=1)
-    return QuantizedMatmul([weight], layer_context, recipe)
+    settings = None if recipe is None else Fp8Settings(recipe)
+    return make_matmul([weight], replace(layer_context, products=ProductSettings(fp8=settings)))

@@ -25,7 +25,8 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, elementwise_kind
 from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
+from hpctrain.parallel.shards import Partition
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear
 
 if TYPE_CHECKING:
     from hpctrain.model.mixtures.mixture import Mixture

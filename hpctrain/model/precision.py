@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.deck.schema import Deck
 from hpctrain.parallel.fp8.fp8_settings import Fp8Settings
+from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
@@ -44,8 +45,9 @@ class Precision:
         keys = deck.precision
         fp8 = None
         if keys.compute in {"fp8", DOUBLE_FP8}:
-            recipe = keys.fp8, keys.fp8_gradients, keys.fp8_history
-            fp8 = Fp8Settings(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
+            recipe, form = RECIPES[keys.fp8], GRADIENT_FORMS[keys.fp8_gradients]
+            options = keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather
+            fp8 = Fp8Settings(recipe, form, keys.fp8_history, *options)
         if keys.compute in {DOUBLE, DOUBLE_FP8}:
             return Precision(torch.float64, torch.float64, torch.float64, fp8)
         compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]

@@ -20,12 +20,13 @@ from typing_extensions import override
 
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Shard
-from hpctrain.parallel.tensor import ColumnLinear, SplitLinear
+from hpctrain.parallel.tensor import ColumnAutograd, SplitLinear
 
 
-class ReplicatedLinear(ColumnLinear):
+class ReplicatedLinear(SplitLinear):
     """Linear layer Y = X A^T without messages, with A on every tensor rank.
 
+    The input is [s, b, k], or under sequence parallelism this rank's piece [s/t, b, k], and so is the output.
     Its products are not in 8 bits, because the scales of pieces of a sequence would depend on the layout.
 
     Args:
@@ -36,6 +37,7 @@ class ReplicatedLinear(ColumnLinear):
     """
 
     cut = "replicated"
+    autograd = ColumnAutograd
 
     def __init__(
         self,
@@ -45,8 +47,7 @@ class ReplicatedLinear(ColumnLinear):
         shared_input: bool = False,
     ) -> None:
         products = replace(layer_context.products, fp8=None)
-        SplitLinear.__init__(self, replace(layer_context.unsplit(), products=products), shared_input)
-        self.split_sizes = [size for _, size in outputs]
+        super().__init__(replace(layer_context.unsplit(), products=products), shared_input)
         partial = layer_context.sequence_partial
         for name, size in outputs:
             self.add_weight(Shard.replicated(f"{name}.weight", (size, inputs), partial), None)

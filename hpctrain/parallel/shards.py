@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hpctrain.comm.group import Group
+
 Initial = Literal["normal", "residual", "table", "router", "adapter", "ones", "zeros"]
 """Initial values of a parameter by its role.
 
@@ -115,6 +117,67 @@ class Shard:
         padded = global_tensor.new_zeros(self.local)
         padded[tuple(slice(0, n) for n in self.extent)] = piece
         return padded
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Indices `start` to `start + local` of a dim of size `size`, which one rank holds.
+
+    It is a range of output features (rows), of input features (columns) or of experts. `split_shard` makes a
+    Shard of partitions.
+
+    Attributes:
+        size: Global number of features (or experts).
+        start: First one of this rank.
+        local: Number of those of this rank.
+        replicas: Number of neighbors with the same range, if there are fewer heads than ranks.
+        unit: Number of features that are not split, such as those of a head, as for `Shard.unit`.
+    """
+
+    size: int
+    start: int
+    local: int
+    replicas: int = 1
+    unit: int = 1
+
+    @staticmethod
+    def split(size: int, group: Group, unit: int = 1) -> Partition:
+        """Return this rank's range of `size` features, in whole units (heads).
+
+        With fewer units than ranks, neighbors have the same unit (`replicas`). The number of units must
+        divide that of ranks, or the other way round.
+        """
+        units, ranks = size // unit, group.size
+        if units % ranks == 0:
+            local = size // ranks
+            return Partition(size, group.rank * local, local)
+        assert ranks % units == 0, (size, unit, ranks)
+        replicas = ranks // units
+        return Partition(size, group.rank // replicas * unit, unit, replicas)
+
+
+def split_shard(name: str, *dims: int | Partition, axes: frozenset[str] = frozenset({"tensor"})) -> Shard:
+    """Return the shard of a tensor that ranks split.
+
+    Args:
+        name: Name of the tensor.
+        dims: Partition of each dim, or its size if it is not split. At most one has replicas or a unit.
+        axes: Mesh axes whose ranks split the tensor.
+    """
+    partitions = [Partition(each, 0, each) if isinstance(each, int) else each for each in dims]
+    copies, unit = (
+        prod(numbers) for numbers in zip(*((p.replicas, p.unit) for p in partitions), strict=True)
+    )
+    return Shard(
+        name,
+        tuple(each.size for each in partitions),
+        tuple(each.start for each in partitions),
+        tuple(each.local for each in partitions),
+        split=axes,
+        partial=axes if copies > 1 else frozenset(),
+        copies=copies,
+        unit=unit,
+    )
 
 
 class UpdateSettings(NamedTuple):

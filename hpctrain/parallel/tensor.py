@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -40,57 +39,7 @@ from hpctrain.parallel.matmul import (
     join_neighbors,
 )
 from hpctrain.parallel.operations import Cut, MatrixSize
-from hpctrain.parallel.shards import Initial, Parameter, Shard, gradient_of
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Indices `start` to `start + local` of a dim of size `size`, which one rank holds.
-
-    It is a range of output features (rows), of input features (columns) or of experts.
-
-    Attributes:
-        size: Global number of features (or experts).
-        start: First one of this rank.
-        local: Number of those of this rank.
-        replicas: Number of neighbors with the same range, if there are fewer heads than ranks.
-        unit: Number of features that are not split, such as those of a head, as for `Shard.unit`.
-    """
-
-    size: int
-    start: int
-    local: int
-    replicas: int = 1
-    unit: int = 1
-
-    @staticmethod
-    def split(size: int, group: Group, unit: int = 1) -> Partition:
-        """Return this rank's range of `size` features, in whole units (heads).
-
-        With fewer units than ranks, neighbors have the same unit (`replicas`). The number of units must
-        divide that of ranks, or the other way round.
-        """
-        units, ranks = size // unit, group.size
-        if units % ranks == 0:
-            local = size // ranks
-            return Partition(size, group.rank * local, local)
-        assert ranks % units == 0, (size, unit, ranks)
-        replicas = ranks // units
-        return Partition(size, group.rank // replicas * unit, unit, replicas)
-
-
-def rows_shard(name: str, rows: Partition, dims: tuple[int, ...]) -> Shard:
-    """Return the shard of a tensor [rows.size, *dims] that tensor ranks split by rows."""
-    return Shard(
-        name,
-        (rows.size, *dims),
-        (rows.start, *(0 for _ in dims)),
-        (rows.local, *dims),
-        split=frozenset({"tensor"}),
-        partial=frozenset({"tensor"}) if rows.replicas > 1 else frozenset(),
-        copies=rows.replicas,
-        unit=rows.unit,
-    )
+from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, gradient_of, split_shard
 
 
 class MatmulLayer(nn.Module, ABC):
@@ -116,6 +65,8 @@ class SplitLinear(MatmulLayer):
 
     Attributes:
         cut: Features by which tensor ranks split the matrix.
+        autograd: Function with the forward and the backward pass.
+        split_sizes: Local features of the output of each weight.
         weights: Weights [n_i, k], which are neighbours in one bucket.
         biases: Bias [n_i] of each weight, or none.
         product: Products with all weights.
@@ -123,19 +74,28 @@ class SplitLinear(MatmulLayer):
     """
 
     cut: ClassVar[Cut]
+    autograd: ClassVar[type[torch.autograd.Function]]
 
     def __init__(self, layer_context: LayerContext, shared_input: bool) -> None:
         super().__init__()
         self.layer_context, self.shared_input = layer_context, shared_input
         self.adapter: LayerAdapters | None = None
         self.weights: list[Parameter] = []
-        self.product: Matmul
         self.biases: list[Parameter] = []
+        self.split_sizes: list[int] = []
+        self.product: Matmul
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer. Collective over tensor ranks."""
+        parameters = *self.weights, *self.biases, *self.adapter_parameters
+        result: Tensor = apply_function(self.autograd, x, self, torch.is_grad_enabled(), *parameters)
+        return result
 
     def add_weight(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
         """Create a weight [n_i, k] and its bias [n_i]. Weights are fused along n."""
         index = len(self.weights)
         self.weights.append(Parameter(weight, initial=initial))
+        self.split_sizes.append(weight.local[0])
         self.register_parameter(f"weight{index}", self.weights[-1])
         if not index:
             self.product = make_matmul(self.weights, self.layer_context)
@@ -171,7 +131,8 @@ class SplitLinear(MatmulLayer):
     @property
     @override
     def deferred_parameters(self) -> list[Parameter]:
-        return self.weights + self.adapter_parameters
+        # A layer with complete outputs computes the gradients of its biases at once.
+        return self.weights + (self.biases if self.cut == "outputs" else []) + self.adapter_parameters
 
     @property
     def adapter_parameters(self) -> list[Parameter]:
@@ -247,118 +208,8 @@ class SplitLinear(MatmulLayer):
             self.mark_gradient_added(self.biases)
 
 
-class ColumnLinear(SplitLinear):
-    """Linear layer Y = X A^T + b with A split by output features.
-
-    Several outputs (query, key and value; gate and up) are computed by one product. Each has parameters of
-    its own, `<name>.weight` and `<name>.bias`.
-
-    Args:
-        inputs: Input features k.
-        outputs: Name and range of features of each output.
-        bias: True for a layer with biases.
-        layer_context: Context of the layer.
-        shared_input: True if another layer saves the same input for its backward pass.
-        adapters: Low-rank adapters of the deck, or None.
-
-    Attributes:
-        split_sizes: Local features of each output.
-    """
-
-    cut: ClassVar[Cut] = "outputs"
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: Sequence[tuple[str, Partition]],
-        bias: bool,
-        layer_context: LayerContext,
-        shared_input: bool = False,
-        adapters: Adapters | None = None,
-    ) -> None:
-        super().__init__(layer_context, shared_input)
-        self.split_sizes = [rows.local for _, rows in outputs]
-        for name, rows in outputs:
-            weight = rows_shard(f"{name}.weight", rows, (inputs,))
-            self.add_weight(weight, rows_shard(f"{name}.bias", rows, ()) if bias else None)
-        self.add_adapters(adapters)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the local features [s, b, sum of split_sizes]. Collective over tensor ranks.
-
-        Args:
-            x: Input [s, b, k], the same on all tensor ranks; under sequence parallelism this rank's piece
-                [s/t, b, k].
-        """
-        parameters = *self.weights, *self.biases, *self.adapter_parameters
-        result: Tensor = apply_function(ColumnAutograd, x, self, torch.is_grad_enabled(), *parameters)
-        return result
-
-    @property
-    @override
-    def deferred_parameters(self) -> list[Parameter]:
-        return self.weights + self.biases + self.adapter_parameters
-
-
-class RowLinear(SplitLinear):
-    """Linear layer Y = X A^T + b with A split by input features.
-
-    Tensor ranks sum their partial outputs. The bias is added once, after the sum.
-
-    Args:
-        name: Name of the layer; its parameters are `<name>.weight` and `<name>.bias`.
-        inputs: Global input features k.
-        outputs: Output features n.
-        bias: True for a layer with a bias.
-        layer_context: Context of the layer.
-        shared_input: True if another layer saves the same input for its backward pass.
-        adapters: Low-rank adapters of the deck, or None.
-    """
-
-    cut = "inputs"
-
-    def __init__(
-        self,
-        name: str,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        layer_context: LayerContext,
-        shared_input: bool = False,
-        adapters: Adapters | None = None,
-    ) -> None:
-        super().__init__(layer_context, shared_input)
-        columns = Partition.split(inputs, layer_context.tensor)
-        self.add_weight(
-            Shard(
-                f"{name}.weight",
-                (outputs, inputs),
-                (0, columns.start),
-                (outputs, columns.local),
-                split=frozenset({"tensor"}),
-            ),
-            Shard.replicated(f"{name}.bias", (outputs,), partial=layer_context.sequence_partial)
-            if bias
-            else None,
-            "residual",
-        )
-        self.add_adapters(adapters)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output [s, b, n], the same on all tensor ranks. Collective over tensor ranks.
-
-        Under sequence parallelism it is this rank's piece [s/t, b, n].
-
-        Args:
-            x: Local features [s, b, k/t] of the input.
-        """
-        parameters = *self.weights, *self.biases, *self.adapter_parameters
-        result: Tensor = apply_function(_RowAutograd, x, self, torch.is_grad_enabled(), *parameters)
-        return result
-
-
 class ColumnAutograd(torch.autograd.Function):
-    """Forward and backward pass of a ColumnLinear.
+    """Forward and backward pass of a layer whose ranks have complete inputs, or pieces of the sequence.
 
     Its arguments are the input, the layer, whether it is trained, and all its parameters. The gradients of
     parameters are added to their buffers and not returned.
@@ -366,7 +217,7 @@ class ColumnAutograd(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: SplitLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
         output, saved, inner = layer._multiply(x, layer.bias(), layer.sequence_group, training)
         ctx.save_for_backward(*inner, *layer.product.operand_tensors(saved))
@@ -375,7 +226,7 @@ class ColumnAutograd(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer: ColumnLinear = ctx.layer
+        layer: SplitLinear = ctx.layer
         layer.on_backward()
         layer_context, product, sequence_group = layer.layer_context, layer.product, layer.sequence_group
         inner, saved = layer._split_saved(ctx.saved_tensors)
@@ -411,12 +262,15 @@ class ColumnAutograd(torch.autograd.Function):
         return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
 
-class _RowAutograd(torch.autograd.Function):
-    """Forward and backward pass of a RowLinear, with the arguments of `ColumnAutograd`."""
+class RowAutograd(torch.autograd.Function):
+    """Forward and backward pass of a layer whose ranks have pieces of the input features.
+
+    It has the arguments of `ColumnAutograd`.
+    """
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, layer: RowLinear, training: bool, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: SplitLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
         layer_context, bias = layer.layer_context, layer.bias()
         alone = layer_context.tensor.size == 1
@@ -430,7 +284,7 @@ class _RowAutograd(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer: RowLinear = ctx.layer
+        layer: SplitLinear = ctx.layer
         layer.on_backward()
         layer_context, product = layer.layer_context, layer.product
         inner, saved = layer._split_saved(ctx.saved_tensors)
@@ -445,3 +299,79 @@ class _RowAutograd(torch.autograd.Function):
         tensors = (*product.operand_tensors(gathered), *product.operand_tensors(saved), *inner)
         layer_context.weight_gradients.submit(lambda: layer._add_gradients(gathered, saved, inner), *tensors)
         return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))
+
+
+class ColumnLinear(SplitLinear):
+    """Linear layer Y = X A^T + b with A split by output features.
+
+    Several outputs (query, key and value; gate and up) are computed by one product. Each has parameters of
+    its own, `<name>.weight` and `<name>.bias`.
+
+    The input is [s, b, k], the same on all tensor ranks; under sequence parallelism this rank's piece
+    [s/t, b, k]. The output is this rank's features, [s, b, sum of split_sizes].
+
+    Args:
+        inputs: Input features k.
+        outputs: Name and range of features of each output.
+        bias: True for a layer with biases.
+        layer_context: Context of the layer.
+        shared_input: True if another layer saves the same input for its backward pass.
+        adapters: Low-rank adapters of the deck, or None.
+    """
+
+    cut = "outputs"
+    autograd = ColumnAutograd
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: Sequence[tuple[str, Partition]],
+        bias: bool,
+        layer_context: LayerContext,
+        shared_input: bool = False,
+        adapters: Adapters | None = None,
+    ) -> None:
+        super().__init__(layer_context, shared_input)
+        for name, rows in outputs:
+            weight = split_shard(f"{name}.weight", rows, inputs)
+            self.add_weight(weight, split_shard(f"{name}.bias", rows) if bias else None)
+        self.add_adapters(adapters)
+
+
+class RowLinear(SplitLinear):
+    """Linear layer Y = X A^T + b with A split by input features.
+
+    Tensor ranks sum their partial outputs. The bias is added once, after the sum.
+
+    The input is this rank's features [s, b, k/t]. The output is [s, b, n], the same on all tensor ranks, or
+    under sequence parallelism this rank's piece [s/t, b, n].
+
+    Args:
+        name: Name of the layer; its parameters are `<name>.weight` and `<name>.bias`.
+        inputs: Global input features k.
+        outputs: Output features n.
+        bias: True for a layer with a bias.
+        layer_context: Context of the layer.
+        shared_input: True if another layer saves the same input for its backward pass.
+        adapters: Low-rank adapters of the deck, or None.
+    """
+
+    cut = "inputs"
+    autograd = RowAutograd
+
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        layer_context: LayerContext,
+        shared_input: bool = False,
+        adapters: Adapters | None = None,
+    ) -> None:
+        super().__init__(layer_context, shared_input)
+        weight = split_shard(f"{name}.weight", outputs, Partition.split(inputs, layer_context.tensor))
+        partial = layer_context.sequence_partial
+        biases = Shard.replicated(f"{name}.bias", (outputs,), partial) if bias else None
+        self.add_weight(weight, biases, "residual")
+        self.add_adapters(adapters)

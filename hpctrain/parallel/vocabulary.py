@@ -24,7 +24,7 @@ from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
-from hpctrain.parallel.shards import Parameter, Shard, gradient_of
+from hpctrain.parallel.shards import Parameter, Partition, Shard, gradient_of, split_shard
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
 """Logits of one chunk on a rank: 26 MB in fp32, on GPUs 268 MB. Each chunk reads the table three times."""
@@ -64,13 +64,8 @@ def vocabulary_shard(name: str, vocabulary: int, hidden: int, layer_context: Lay
     """Return this rank's shard of a table [vocabulary, hidden], padded to equal sizes on all ranks."""
     aligned = layer_context.tensor.size * layer_context.table_rows
     rows = -(-vocabulary // aligned) * layer_context.table_rows
-    return Shard(
-        name,
-        (vocabulary, hidden),
-        (min(layer_context.tensor.rank * rows, vocabulary), 0),
-        (rows, hidden),
-        split=frozenset({"tensor"}),
-    )
+    start = min(layer_context.tensor.rank * rows, vocabulary)
+    return split_shard(name, Partition(vocabulary, start, rows), hidden)
 
 
 class VocabularyEmbedding(nn.Module):

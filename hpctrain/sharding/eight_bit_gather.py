@@ -39,7 +39,7 @@ def make_bucket(products: Iterable[QuantizedMatmul], layout: BucketLayout, *argu
         *arguments: Further arguments of `Bucket`.
     """
     parameters = {segment.parameter for segment in layout.segments}
-    matching = [each for each in products if each.gathers_quantized and each.weights[0] in parameters]
+    matching = [each for each in products if each.settings.quantize_gathers and each.weights[0] in parameters]
     if layout.sharding.zero < 3 or not matching:
         return Bucket(layout, *arguments)
     return EightBitBucket(matching, layout, *arguments)

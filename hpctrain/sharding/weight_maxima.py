@@ -43,7 +43,8 @@ class WeightMaxima:
             if bucket.sharding.zero < 3:
                 self._gathered_products += [(product, dims) for dims in product.weight_dims]
             elif product.weight_dims == (WEIGHTS,) and (
-                product.gathers_quantized or (tensor.size > 1 and isinstance(bucket.owned_values, Tensor))
+                product.settings.quantize_gathers
+                or (tensor.size > 1 and isinstance(bucket.owned_values, Tensor))
             ):
                 self._sliced_products.append(product)
         self._slices = list(dict.fromkeys(bucket_of[product.weights[0]] for product in self._sliced_products))

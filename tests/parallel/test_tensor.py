@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
 from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue, compute_all
 from hpctrain.parallel.matmul import join_neighbors
-from hpctrain.parallel.tensor import Partition
+from hpctrain.parallel.shards import Partition
 from tests.engines import LLAMA, small_deck, trainer
 
 

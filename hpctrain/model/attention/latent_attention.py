@@ -32,7 +32,8 @@ from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize
 from hpctrain.parallel.replicated_linear import ReplicatedLinear, share_over_heads
-from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
+from hpctrain.parallel.shards import Partition
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear
 
 _EPSILON = 1e-6
 """Epsilon of the norms of latents, which is the same in all of DeepSeek's models."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.tensor import Partition, rows_shard
+from hpctrain.parallel.shards import Parameter, Partition, Shard, split_shard
 
 
 class QueryKeyNorm(nn.Module):
@@ -54,7 +53,7 @@ class QueryKeyNorm(nn.Module):
 
     def _shard(self, name: str, rows: Partition) -> Shard:
         if self.joint or self.centered:
-            return rows_shard(name, rows, ())
+            return split_shard(name, rows)
         return Shard.replicated(name, (self.head_size,), frozenset({"tensor"}))
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,8 @@ from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
-from hpctrain.parallel.shards import Parameter
-from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, rows_shard
+from hpctrain.parallel.shards import Parameter, Partition, split_shard
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear
 
 
 class BlockAttention(nn.Module, ABC):
@@ -160,7 +160,7 @@ class Attention(BlockAttention):
         self.sinks: Parameter | None = None
         if shape.attention_sinks:
             heads = Partition.split(shape.heads, layer_context.tensor)
-            self.sinks = Parameter(rows_shard(f"{name}.sinks", heads, ()), False, "zeros")
+            self.sinks = Parameter(split_shard(f"{name}.sinks", heads), False, "zeros")
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, layer_context, queries, keys) if normed else None
         sizes = shape.heads * size, shape.hidden

@@ -145,9 +145,8 @@ class _RingAttention(torch.autograd.Function):
                 ring.start(current_kv, next_kv)
             source = (group.rank - turn) % group.size
             include = partial.store if stores_first and turn == 0 else partial.add
-            for batch, queries, keys, mask in options.blocks(source, query):
-                operands = query[queries, batch], current_kv[0, keys, batch], current_kv[1, keys, batch]
-                include(queries, batch, *options.rule.attend_tile(*operands, mask))
+            for block in options.blocks(source, query):
+                include(block, *options.rule.attend_block(block, query, current_kv[0], current_kv[1]))
             if turn < group.size - 1:
                 ring.wait()
                 current_kv, next_kv = next_kv, current_kv
@@ -175,15 +174,10 @@ class _RingAttention(torch.autograd.Function):
                 keys_ring.start(current_kv, next_kv)
             source = (group.rank - turn) % group.size
             blocks = list(options.blocks(source, query))
+            operands = query, current_kv[0], current_kv[1]
             block_gradients = [
-                options.rule.attend_tile_backward(
-                    output_gradient[queries, batch],
-                    (query[queries, batch], current_kv[0, keys, batch], current_kv[1, keys, batch]),
-                    output[queries, batch],
-                    log_sum[batch, :, queries],
-                    mask,
-                )
-                for batch, queries, keys, mask in blocks
+                options.rule.attend_block_backward(block, output_gradient, operands, output, log_sum)
+                for block in blocks
             ]
             if turn > 1:
                 gradients_ring.wait()

@@ -6,7 +6,7 @@ in Megatron-LM's feed-forward layer, by inner features over the `expert_tensor` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from hpctrain.parallel.experts.grouped_products import (
 )
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.tensor import MatmulLayer, Partition
+from hpctrain.parallel.shards import Parameter, Partition, split_shard
+from hpctrain.parallel.tensor import MatmulLayer
 
 EXPERT_AXES = frozenset({"expert", "expert_tensor"})
 
@@ -87,50 +87,19 @@ class Experts(MatmulLayer):
         experts = Partition.split(count, layer_context.expert)
         columns = Partition.split(inner, layer_context.expert_tensor)
         self.local, self.hidden, self.inner = experts.local, hidden, columns.local
-        gated = activation.gated
-        copies, first = ((2,), (0,)) if gated else ((), ())
-        self.gate_up = Parameter(
-            Shard(
-                f"{name}.{'gate_up' if gated else 'up'}.weight",
-                (count, *copies, inner, hidden),
-                (experts.start, *first, columns.start, 0),
-                (experts.local, *copies, columns.local, hidden),
-                split=EXPERT_AXES,
-            )
-        )
-        self.down = Parameter(
-            Shard(
-                f"{name}.down.weight",
-                (count, hidden, inner),
-                (experts.start, 0, columns.start),
-                (experts.local, hidden, columns.local),
-                split=EXPERT_AXES,
-            ),
-            initial="residual",
-        )
+        up = f"{name}.{'gate_up' if activation.gated else 'up'}"
+        rows = (experts, 2, columns) if activation.gated else (experts, columns)
+        self.gate_up = Parameter(split_shard(f"{up}.weight", *rows, hidden, axes=EXPERT_AXES))
+        down = split_shard(f"{name}.down.weight", experts, hidden, columns, axes=EXPERT_AXES)
+        self.down = Parameter(down, initial="residual")
         self.gate_up_bias: Parameter | None = None
         self.down_bias: Parameter | None = None
         if biased:
-            self.gate_up_bias, self.down_bias = self._biases()
-
-    def _biases(self) -> tuple[Parameter, Parameter]:
-        """Return the biases of both products, split like the outputs, the second one over `expert_tensor`."""
-        weight, rows = self.gate_up.shard, self.down.shard
-        first = replace(
-            weight,
-            name=weight.name.replace(".weight", ".bias"),
-            **{key: getattr(weight, key)[:-1] for key in ("shape", "start", "local")},
-        )
-        features = Partition.split(self.hidden, self.layer_context.expert_tensor)
-        second = Shard(
-            rows.name.replace(".weight", ".bias"),
-            rows.shape[:2],
-            (rows.start[0], features.start),
-            (rows.local[0], features.local),
-            split=EXPERT_AXES,
-        )
-        self.bias_columns = slice(features.start, features.start + features.local)
-        return Parameter(first, False, "zeros"), Parameter(second, False, "zeros")
+            features = Partition.split(hidden, layer_context.expert_tensor)
+            self.bias_columns = slice(features.start, features.start + features.local)
+            first = split_shard(f"{up}.bias", *rows, axes=EXPERT_AXES)
+            second = split_shard(f"{name}.down.bias", experts, features, axes=EXPERT_AXES)
+            self.gate_up_bias, self.down_bias = (Parameter(each, False, "zeros") for each in (first, second))
 
     def forward(self, rows: Tensor, segments: Segments, deferred_work: list[DeferredGradient]) -> Tensor:
         """Return the results [m, h] of the rows [m, h] of this rank's experts.

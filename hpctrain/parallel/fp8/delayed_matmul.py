@@ -15,11 +15,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.formats import E5M2, Fp8Format, reducible_maximum
+from hpctrain.parallel.fp8.formats import reducible_maximum
 from hpctrain.parallel.fp8.history import HISTORY_KIND, MaximaHistory
 from hpctrain.parallel.fp8.quantize import ScaleBlocks, block_maxima
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
-from hpctrain.parallel.fp8.recipes import ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.shards import Parameter, Shard
@@ -34,25 +33,14 @@ class DelayedMatmul(QuantizedMatmul):
 
     Args:
         weights: Weights [n_i, k], as for Matmul.
-        layer_context: Context of the layer.
-        recipe: Which elements share a scale.
-        steps: Number of steps in the history.
-        gradient_form: Format of gradients of the output.
-        quantize_messages: True if ranks exchange pieces of tokens in 8 bits.
+        layer_context: Context of the layer, with settings of products in 8 bits.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Parameter],
-        layer_context: LayerContext,
-        recipe: ScalingRecipe,
-        steps: int,
-        gradient_form: Fp8Format = E5M2,
-        quantize_messages: bool = False,
-    ) -> None:
-        super().__init__(weights, layer_context, recipe, gradient_form, quantize_messages)
+    def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
+        super().__init__(weights, layer_context)
+        steps = (self.settings.history_steps,)
         self.histories = {
-            kind: MaximaHistory(layer_context.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
+            kind: MaximaHistory(layer_context.tensor.empty(steps, torch.float32).zero_()) for kind in KINDS
         }
         self._scales_exist: dict[Kind, tuple[int, bool]] = {}  # for a version of the maxima
 
@@ -74,49 +62,44 @@ class DelayedMatmul(QuantizedMatmul):
                 return False
         return True
 
+    def _class_for(self, *kinds: Kind) -> type[Matmul]:
+        """Return the class that multiplies these operands: in 8 bits if all have scales, else as stored."""
+        return QuantizedMatmul if self._has_scales(*kinds) else Matmul
+
     @override
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        self._record("inputs", inputs)
-        self._record_weights()
-        if not self._has_scales("inputs", "weights"):
-            return Matmul.forward(self, inputs, bias)
-        return super().forward(inputs, bias)
+        self._record_forward(inputs)
+        return self._class_for("inputs", "weights").forward(self, inputs, bias)
 
     @override
     def input_gradient(self, output_gradient: Operand, out: Tensor | None = None) -> Tensor:
         if isinstance(output_gradient, Tensor):
             self._record("gradients", output_gradient)
-        if not self.has_all_scales:
-            return Matmul.input_gradient(self, output_gradient, out)
-        return super().input_gradient(output_gradient, out)
+        return self._class_for(*KINDS).input_gradient(self, output_gradient, out)
 
     @override
     def add_weight_gradient(self, output_gradient: Operand, inputs: Operand) -> None:
         if isinstance(output_gradient, Tensor):  # again, unless nothing needs the gradient of the input
             self._record("gradients", output_gradient)
-        if not self.has_all_scales:
-            Matmul.add_weight_gradient(self, output_gradient, inputs)
-        else:
-            super().add_weight_gradient(output_gradient, inputs)
+        self._class_for(*KINDS).add_weight_gradient(self, output_gradient, inputs)
 
     @override
     def forward_and_save(
         self, inputs: Tensor, bias: Tensor | None, sequence_group: Group | None, compact: bool
     ) -> tuple[Tensor, Operand]:
         # Inputs are saved in 8 bits only if backward has all scales, or does not need them.
-        trained = self.weights[0].requires_grad
-        if not (self.has_all_scales if trained else self._has_scales("inputs", "weights")):
-            return Matmul.forward_and_save(self, inputs, bias, sequence_group, compact)
-        self._record("inputs", inputs)
-        self._record_weights()
-        return super().forward_and_save(inputs, bias, sequence_group, compact)
+        kinds: tuple[Kind, ...] = KINDS if self.weights[0].requires_grad else ("inputs", "weights")
+        by = self._class_for(*kinds)
+        if by is QuantizedMatmul:  # Matmul calls `forward`, which records them
+            self._record_forward(inputs)
+        return by.forward_and_save(self, inputs, bias, sequence_group, compact)
 
     @override
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
-        if not self.has_all_scales:
-            return Matmul.gather_gradient(self, output_gradient, sequence_group)
-        self._record("gradients", output_gradient)
-        return super().gather_gradient(output_gradient, sequence_group)
+        by = self._class_for(*KINDS)
+        if by is QuantizedMatmul:  # otherwise `input_gradient` and `add_weight_gradient` record it
+            self._record("gradients", output_gradient)
+        return by.gather_gradient(self, output_gradient, sequence_group)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the kind, shard and values of each history, for checkpoints (`KeepsState`)."""
@@ -148,8 +131,9 @@ class DelayedMatmul(QuantizedMatmul):
     def _maxima(self, kind: Kind, *_: object) -> Tensor:
         return self.histories[kind].largest
 
-    def _record_weights(self) -> None:
-        """Record the maximum of the weights, unless the owners of gathered slices have recorded it."""
+    def _record_forward(self, inputs: Tensor) -> None:
+        """Record the maxima of the inputs, and of the weights unless owners of gathered slices did so."""
+        self._record("inputs", inputs)
         if self._prequantized is None:
             self._record("weights", self.weight())
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from hpctrain.parallel.fp8.formats import E5M2, Fp8Format
+from hpctrain.parallel.fp8.recipes import ScalingRecipe
+
 NEVER_QUANTIZED = ("head", "embedding.*")
 """Layers that are never in 8 bits. A tied head is the table of the embedding."""
 
 
 @dataclass(frozen=True)
 class Fp8Settings:
-    """Recipe and formats of products in 8 bits, by their names in the deck.
+    """Recipe and formats of products in 8 bits.
 
     Attributes:
-        recipe: Recipe that scales operands.
+        recipe: Which elements of operands share a scale.
         gradient_format: Format of the gradients of outputs.
         history_steps: Steps in the history of a recipe with delayed scales.
         excluded_patterns: Patterns of the names of matrices that are not in 8 bits.
@@ -22,9 +25,9 @@ class Fp8Settings:
         quantize_gathers: True if ranks gather slices of weights in 8 bits.
     """
 
-    recipe: str
-    gradient_format: str
-    history_steps: int
+    recipe: ScalingRecipe
+    gradient_format: Fp8Format = E5M2
+    history_steps: int = 1
     excluded_patterns: tuple[str, ...] = ()
     quantize_messages: bool = False
     quantize_gathers: bool = False

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
-from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter
@@ -17,7 +16,4 @@ def make_matmul(weights: Sequence[Parameter], layer_context: LayerContext) -> Ma
     fp8 = layer_context.products.fp8
     if fp8 is None or fp8.excludes(weights[0].shard.name):
         return Matmul(weights, layer_context)
-    recipe, form = RECIPES[fp8.recipe], GRADIENT_FORMS[fp8.gradient_format]
-    if recipe.delayed:
-        return DelayedMatmul(weights, layer_context, recipe, fp8.history_steps, form, fp8.quantize_messages)
-    return QuantizedMatmul(weights, layer_context, recipe, form, fp8.quantize_messages)
+    return (DelayedMatmul if fp8.recipe.delayed else QuantizedMatmul)(weights, layer_context)

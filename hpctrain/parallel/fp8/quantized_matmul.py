@@ -23,12 +23,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, reducible_maximum
+from hpctrain.parallel.fp8.formats import E4M3, reducible_maximum
 from hpctrain.parallel.fp8.gather_rows import gather_rows, start_gather_rows
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantization_loss import operand_name, record_counts, record_loss
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
-from hpctrain.parallel.fp8.recipes import ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.shards import Parameter
@@ -69,22 +68,14 @@ class QuantizedMatmul(Matmul):
 
     Args:
         weights: Weights [n_i, k], as for Matmul.
-        layer_context: Context of the layer.
-        recipe: Which elements share a scale.
-        gradient_form: Format of gradients of the output.
-        quantize_messages: True if ranks exchange pieces of tokens in 8 bits, where these are multiplied.
+        layer_context: Context of the layer, with settings of products in 8 bits.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Parameter],
-        layer_context: LayerContext,
-        recipe: ScalingRecipe,
-        gradient_form: Fp8Format = E5M2,
-        quantize_messages: bool = False,
-    ) -> None:
+    def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
         super().__init__(weights, layer_context)
-        self.recipe, self.gradient_form, self.quantize_messages = recipe, gradient_form, quantize_messages
+        settings = layer_context.products.fp8
+        assert settings is not None
+        self.settings, self.recipe = settings, settings.recipe
         self._weight_maxima: dict[Dims, Tensor] = {}
         self._prequantized: PrequantizedWeights | None = None
 
@@ -115,7 +106,7 @@ class QuantizedMatmul(Matmul):
     ) -> tuple[Tensor, Operand]:
         # With one scale, the multiplied values are saved. Otherwise the transposed inputs are quantized here.
         rows, dims = _rows(inputs), _INPUTS
-        if self.quantize_messages and sequence_group is not None:
+        if self.settings.quantize_messages and sequence_group is not None:
             local = self._quantize("inputs", rows, dims, is_piece=True)
             gathered = gather_rows(local, sequence_group)
         else:
@@ -156,7 +147,7 @@ class QuantizedMatmul(Matmul):
             return super().gather_gradient(output_gradient, sequence_group)
         # Both products have the same scale, and so the same numbers in 8 bits.
         rows, dims = _rows(output_gradient), _GRADIENTS
-        if self.quantize_messages and sequence_group is not None:
+        if self.settings.quantize_messages and sequence_group is not None:
             return gather_rows(self._quantize("gradients", rows, dims, is_piece=True), sequence_group)
         rows = rows if sequence_group is None else sequence_group.all_gather(rows)
         return self._quantize("gradients", rows, dims)
@@ -179,13 +170,6 @@ class QuantizedMatmul(Matmul):
         both, tensor = (WEIGHTS, TRANSPOSED_WEIGHTS), self.layer_context.tensor
         scaling = self.recipe.weights
         return tuple(dims for dims in both if tensor.size > 1 and self._holders(scaling, dims, False))
-
-    @property
-    def gathers_quantized(self) -> bool:
-        """True if ranks gather weights that they have slices of in 8 bits."""
-        return (
-            self.layer_context.products.fp8 is not None and self.layer_context.products.fp8.quantize_gathers
-        )
 
     @property
     def weight_maxima(self) -> Tensor | None:
@@ -290,7 +274,7 @@ class QuantizedMatmul(Matmul):
             matrix = matrix.masked_fill(padding, 0.0)
         scaling = self.recipe.weights if kind == "weights" else self.recipe.tokens
         scaling = scaling.transposed if transposed else scaling
-        form = self.gradient_form if kind == "gradients" else E4M3
+        form = self.settings.gradient_format if kind == "gradients" else E4M3
         maxima = self._maxima(kind, scaling, matrix, dims, is_piece)
         quantized = scaling.quantize(matrix, form, maxima)
         use = " ".join(dims[::-1] if transposed else dims)

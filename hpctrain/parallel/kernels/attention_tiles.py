@@ -147,18 +147,22 @@ class AttentionRule:
         rows = _CPU_TILE_ROWS if by_rows else columns
         return band_tiles(queries, keys, distance, self.window, rows, columns)
 
-    def attend_tile(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the output [s, b, heads, d] and the log-sum-exp [b, heads, s] of one tile of `tiles`.
+    def attend_block(
+        self, block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [n, rows, heads, d] and the log-sum-exp [rows, heads, n] of a block.
 
         This applies the scale, the cap and the mask. The window has no effect here: it decides which tiles
         `tiles` yields.
 
         Args:
-            query: Queries of the tile, cut out of those of the sequence.
-            key: Keys of the tile, also cut out.
-            value: Values of these keys.
-            mask: Mask of the tile.
+            block: Block of n queries, and of rows of the batch.
+            query: All queries, [s, b, heads, d].
+            key: All keys.
+            value: All values.
         """
+        batch, queries, keys, mask = block
+        query, key, value = query[queries, batch], key[keys, batch], value[keys, batch]
         if self.cap:
             return self._capped(query, key, value, mask)
         if mask != "reversed":
@@ -166,30 +170,35 @@ class AttentionRule:
         output, log_sum = attend(query.flip(0), key.flip(0), value.flip(0), True, self.scale)
         return output.flip(0), log_sum.flip(-1)
 
-    def attend_tile_backward(
+    def attend_block_backward(
         self,
+        block: AttentionBlock,
         output_gradient: Tensor,
         operands: tuple[Tensor, Tensor, Tensor],
         output: Tensor,
         log_sum: Tensor,
-        mask: Mask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the query, key and value of one tile, as `attend_backward` does.
+        """Return the gradients of the query, key and value of a block, as `attend_backward` does.
 
         Args:
-            output_gradient: Gradient of the output of the tile's queries.
-            operands: Queries, keys and values of the tile, already cut out.
-            output: Output of these queries over all keys, not only those of the tile.
-            log_sum: Log-sum-exp of these queries over all keys.
-            mask: Mask of the tile.
+            block: The block.
+            output_gradient: Gradient of the output, [s, b, heads, d].
+            operands: All queries, keys and values.
+            output: Output of all queries over all keys, not only those of the block.
+            log_sum: Log-sum-exp of all queries over all keys, [b, heads, s].
         """
+        batch, queries, keys, mask = block
+        output_gradient, output = output_gradient[queries, batch], output[queries, batch]
+        query, key, value = (x[rows, batch] for x, rows in zip(operands, (queries, keys, keys), strict=True))
+        log_sum = log_sum[batch, :, queries]
         if self.cap:
-            return self._capped_backward(output_gradient, operands, output, log_sum, mask)
+            return self._capped_backward(output_gradient, (query, key, value), output, log_sum, mask)
         if mask != "reversed":
-            return attend_backward(output_gradient, operands, output, log_sum, mask == "causal", self.scale)
-        query, key, value = (x.flip(0) for x in operands)
+            parts = (query, key, value)
+            return attend_backward(output_gradient, parts, output, log_sum, mask == "causal", self.scale)
+        parts = (query.flip(0), key.flip(0), value.flip(0))
         dq, dk, dv = attend_backward(
-            output_gradient.flip(0), (query, key, value), output.flip(0), log_sum.flip(-1), True, self.scale
+            output_gradient.flip(0), parts, output.flip(0), log_sum.flip(-1), True, self.scale
         )
         return dq.flip(0), dk.flip(0), dv.flip(0)
 
@@ -276,12 +285,14 @@ class PartialAttention:
             self.output.zero_()
             self.log_sum.fill_(-torch.inf)
 
-    def store(self, queries: slice, batch: slice, output: Tensor, log_sum: Tensor) -> None:
-        """Store the result of some queries and rows of the batch, to which nothing was added yet."""
+    def store(self, block: AttentionBlock, output: Tensor, log_sum: Tensor) -> None:
+        """Store the result of the queries of a block, to which nothing was added yet."""
+        batch, queries, *_ = block
         self.output[queries, batch], self.log_sum[batch, :, queries] = output, log_sum
 
-    def add(self, queries: slice, batch: slice, output: Tensor, log_sum: Tensor) -> None:
-        """Add the result of some queries and rows of the batch over further keys."""
+    def add(self, block: AttentionBlock, output: Tensor, log_sum: Tensor) -> None:
+        """Add the result of the queries of a block over its keys."""
+        batch, queries, *_ = block
         merge(self.output[queries, batch], self.log_sum[batch, :, queries], output, log_sum)
 
     def add_sinks(self, sinks: Tensor) -> None:

@@ -66,9 +66,8 @@ class _BlockwiseAttention(torch.autograd.Function):
     ) -> Tensor:
         partial = PartialAttention(query, value.shape[-1], blocks.merges, rounded=not blocks.merges)
         include = partial.add if blocks.merges else partial.store
-        for batch, queries, keys, mask in blocks.of(query):
-            operands = query[queries, batch], key[keys, batch], value[keys, batch]
-            include(queries, batch, *blocks.rule.attend_tile(*operands, mask))
+        for block in blocks.of(query):
+            include(block, *blocks.rule.attend_block(block, query, key, value))
         if sinks is not None:
             partial.add_sinks(sinks)
         output = partial.output.to(query.dtype)
@@ -84,13 +83,10 @@ class _BlockwiseAttention(torch.autograd.Function):
             gradients = [torch.zeros_like(x, dtype=log_sum.dtype) for x in (query, key, value)]
         else:
             gradients = [x.new_empty(x.shape) for x in (query, key, value)]
-        for batch, queries, keys, mask in blocks.of(query):
-            block_gradients = blocks.rule.attend_tile_backward(
-                output_gradient[queries, batch],
-                (query[queries, batch], key[keys, batch], value[keys, batch]),
-                output[queries, batch],
-                log_sum[batch, :, queries],
-                mask,
+        for block in blocks.of(query):
+            batch, queries, keys, _ = block
+            block_gradients = blocks.rule.attend_block_backward(
+                block, output_gradient, (query, key, value), output, log_sum
             )
             for gradient, rows, block_gradient in zip(
                 gradients, (queries, keys, keys), block_gradients, strict=True

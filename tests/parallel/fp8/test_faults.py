@@ -25,7 +25,7 @@ from hpctrain.parallel.step_statistics import StepStatistics
 from tests.parallel.fp8.given import normal, quantized
 from tests.parallel.fp8.scales import alike, maxima_of, scales_of
 from tests.parallel.fp8.test_layouts import STILL
-from tests.parallel.fp8.test_quantized_matmul import ALONE, CURRENT, parameter, passes
+from tests.parallel.fp8.test_quantized_matmul import ALONE, CURRENT, in_8_bits, parameter, passes
 
 RECOMPUTE = ("memory.recompute=full",)
 
@@ -130,7 +130,9 @@ def operands_are_of_high_precision(name: str, watch: Callable[[object, str, obje
     inputs, weight, gradient = whole
     shape = (weight.shape[0], weight.shape[1])
     passes(
-        QuantizedMatmul([parameter(weight, Shard.replicated("a", shape))], ALONE, recipe), inputs, gradient
+        QuantizedMatmul([parameter(weight, Shard.replicated("a", shape))], in_8_bits(ALONE, recipe)),
+        inputs,
+        gradient,
     )
     x, w, g = (each.double().numpy() for each in whole)
     tokens, weights = recipe.tokens.blocks, recipe.weights.blocks

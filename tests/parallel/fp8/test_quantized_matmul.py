@@ -22,12 +22,13 @@ from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
+from hpctrain.parallel.fp8.fp8_settings import Fp8Settings
 from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
-from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.layer_context import LayerContext, ProductSettings
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import small_deck, trainer
@@ -39,6 +40,11 @@ ONE = planned_group(("tensor",), 0, 1, Ledger())
 ALONE = LayerContext(tensor=ONE, context=ONE)
 M, N, K = 256, 256, 512
 CURRENT = {name: recipe for name, recipe in RECIPES.items() if not recipe.delayed}
+
+
+def in_8_bits(layer_context: LayerContext, recipe: ScalingRecipe, form: Fp8Format = E5M2) -> LayerContext:
+    """The same context with products in 8 bits, by a recipe, with this format of gradients."""
+    return replace(layer_context, products=ProductSettings(fp8=Fp8Settings(recipe, form)))
 
 
 def given() -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +76,9 @@ def test_each_product_is_of_operands_quantized_for_it(recipe: ScalingRecipe, for
     whole = given()
     m, n, k = 40, 72, 160
     inputs, weight, gradient = whole[0][:m, :k], whole[1][:n, :k], whole[2][:m, :n]
-    product = QuantizedMatmul([parameter(weight, Shard.replicated("a", (n, k)))], ALONE, recipe, form)
+    product = QuantizedMatmul(
+        [parameter(weight, Shard.replicated("a", (n, k)))], in_8_bits(ALONE, recipe, form)
+    )
     found = passes(product, inputs.reshape(10, 4, k), gradient.reshape(10, 4, n))
     x, w, g = (each.double().numpy() for each in (inputs, weight, gradient))
     tokens, weights = recipe.tokens.blocks, recipe.weights.blocks
@@ -96,7 +104,7 @@ def test_memory_in_passing_is_what_is_told(
     inputs, weight, gradient = (normal(*each).bfloat16() for each in ((m, k), (n, k), (m, n)))
     made = parameter(weight, Shard.replicated("a", (n, k)))
     made.gradient = torch.ones(n, k)
-    product, taken = QuantizedMatmul([made], ALONE, recipe), []
+    product, taken = QuantizedMatmul([made], in_8_bits(ALONE, recipe)), []
     for run in (
         lambda: product.forward(inputs),
         lambda: product.input_gradient(gradient),
@@ -112,7 +120,7 @@ def test_memory_in_passing_is_what_is_told(
 def test_the_first_gradient_is_written_and_others_are_added() -> None:
     inputs, weight, gradient = given()
     own = parameter(weight, Shard.replicated("a", (N, K)))
-    product = QuantizedMatmul([own], ALONE, RECIPES["block"])
+    product = QuantizedMatmul([own], in_8_bits(ALONE, RECIPES["block"]))
     own.reset_gradient()
     assert own.gradient is not None
     own._gradient.fill_(torch.nan)  # type: ignore[union-attr]
@@ -137,7 +145,7 @@ def test_ranks_scale_parts_as_the_whole(
         return multiply_quantized(left, right, dtype)
 
     monkeypatch.setattr(product_module, "multiply_quantized", watched)
-    alone = QuantizedMatmul([parameter(weight, Shard.replicated("a", (N, K)))], ALONE, recipe)
+    alone = QuantizedMatmul([parameter(weight, Shard.replicated("a", (N, K)))], in_8_bits(ALONE, recipe))
     whole = passes(alone, inputs, gradient)
     of_whole, operands = operands, []
     mesh = Mesh(world, {"context" if split == "tokens" else "tensor": 2})
@@ -154,7 +162,7 @@ def test_ranks_scale_parts_as_the_whole(
         shard = Shard("a", (N, K), (0, k.start), (N, K // 2), frozenset({"tensor"}))
     else:
         n = k = everything
-    product = QuantizedMatmul([parameter(weight, shard)], layer_context, recipe)
+    product = QuantizedMatmul([parameter(weight, shard)], in_8_bits(layer_context, recipe))
     own = passes(product, inputs[m, k].contiguous(), gradient[m, n].contiguous())
     summed = {"columns": 1, "rows": 0, "tokens": 2}[split]
     both.all_reduce(own[summed])
@@ -192,7 +200,7 @@ def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
 
     def after_a_step(zero: Kind | None) -> DelayedMatmul:
         own = parameter(weight, Shard.replicated("a", (N, K)))
-        made = DelayedMatmul([own], ALONE, RECIPES["delayed"], 2)
+        made = DelayedMatmul([own], in_8_bits(ALONE, RECIPES["delayed"]))
         made.histories = {kind: MaximaHistory(torch.zeros(2)) for kind in KINDS}  # not those of a plan
         own.requires_grad_(True)
         noted = {made._statistic_name(k): (v * (k != zero)).abs().amax()[None] for k, v in seen.items()}

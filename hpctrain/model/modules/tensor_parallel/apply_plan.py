@@ -19,8 +19,7 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import (
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan
 from hpctrain.model.modules.tensor_parallel.split_styles import Gather
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Shard
-from hpctrain.parallel.tensor import Partition, rows_shard
+from hpctrain.parallel.shards import Partition, Shard, split_shard
 from hpctrain.parallel.vocabulary import vocabulary_shard
 
 
@@ -136,7 +135,7 @@ class ModuleSplit:
         """Return this rank's rows of a layer's bias, or nothing if it has none."""
         if old._parameters.get("bias") is None:
             return []
-        return [self.parameter(old, "bias", rows_shard(self.parameter_name(old, "bias"), rows, ()))]
+        return [self.parameter(old, "bias", split_shard(self.parameter_name(old, "bias"), rows))]
 
     def table(self, old: nn.Module) -> LayerGradientParameter:
         """Return this rank's rows of the matrix of an embedding or a head; tied ones get the same."""

@@ -26,7 +26,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear, SplitLinear
+from hpctrain.parallel.tensor import ColumnAutograd, RowAutograd, SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyEmbedding
 
 
@@ -140,7 +140,7 @@ class ReplacementLinear(SplitLinear):
         biases: Sequence[LayerGradientParameter],
         linear: LinearSizes,
     ) -> None:
-        SplitLinear.__init__(self, layer_context, shared_input=False)
+        super().__init__(layer_context, shared_input=False)
         self.linear, self.weights, self.biases = linear, [*weights], [*biases]
         for kind, parameters in (("weight", weights), ("bias", biases)):
             for number, parameter in enumerate(parameters):
@@ -176,8 +176,10 @@ class ReplacementLinear(SplitLinear):
         """Do nothing, because autograd reports complete gradients."""
 
 
-class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
-    """ColumnLinear for activations [b, s, k], or [b, s/t, k] under sequence parallelism.
+class BatchFirstColumnLinear(ReplacementLinear):
+    """Linear layer split by output features, as ColumnLinear, for activations [b, s, k].
+
+    Under sequence parallelism they are this rank's piece, [b, s/t, k].
 
     Each matrix that is packed into the module's weight is a weight of its own.
 
@@ -191,6 +193,9 @@ class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
         gathers_outputs: True if all ranks get the features of all ranks.
     """
 
+    cut = "outputs"
+    autograd = ColumnAutograd
+
     def __init__(
         self,
         layer_context: LayerContext,
@@ -201,7 +206,6 @@ class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
         gathers_outputs: bool,
     ) -> None:
         super().__init__(layer_context, weights, biases, linear)
-        self.split_sizes = [weight.shard.local[linear.transposed] for weight in weights]
         self.tensor, self.gathers_outputs = tensor, gathers_outputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,8 +219,10 @@ class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
         return gather_features(self.tensor, y, self.linear.outputs) if self.gathers_outputs else y
 
 
-class BatchFirstRowLinear(ReplacementLinear, RowLinear):
-    """RowLinear for activations [b, s, k/t], or [b, s, k] if the layer itself takes this rank's features.
+class BatchFirstRowLinear(ReplacementLinear):
+    """Linear layer split by input features, as RowLinear, for activations [b, s, k/t].
+
+    They are [b, s, k] if the layer itself takes this rank's features.
 
     Args:
         layer_context: Context of the layer.
@@ -225,6 +231,9 @@ class BatchFirstRowLinear(ReplacementLinear, RowLinear):
         linear: Sizes of the module's layer.
         splits_input: True if inputs have all features.
     """
+
+    cut = "inputs"
+    autograd = RowAutograd
 
     def __init__(
         self,

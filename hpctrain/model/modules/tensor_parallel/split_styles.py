@@ -43,8 +43,7 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import (
     replacement,
     split_embedding,
 )
-from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.tensor import Partition, rows_shard
+from hpctrain.parallel.shards import Parameter, Partition, Shard, split_shard
 
 if TYPE_CHECKING:
     from hpctrain.model.modules.tensor_parallel.apply_plan import ModuleSplit
@@ -170,7 +169,7 @@ class Column(LinearStyle):
         for size in sizes:
             part = Partition.split(size, tensor, self.unit or 1)
             rows = replace(part, size=linear.outputs, start=start + part.start)
-            shard = rows_shard(split.parameter_name(old, "weight"), rows, (linear.inputs,))
+            shard = split_shard(split.parameter_name(old, "weight"), rows, linear.inputs)
             weights.append(split.parameter(old, "weight", shard, linear.transposed))
             biases += split.biases(old, rows)
             start += size
@@ -198,7 +197,7 @@ class Row(LinearStyle):
     def _layer(self, split: ModuleSplit, name: str, old: nn.Module, linear: LinearSizes) -> nn.Module:
         layer_context = split.layer_context
         columns = Partition.split(linear.inputs, layer_context.tensor)
-        shard = rows_shard(split.parameter_name(old, "weight"), columns, (linear.outputs,))
+        shard = split_shard(split.parameter_name(old, "weight"), columns, linear.outputs)
         weight, bias = split.parameter(old, "weight", shard, not linear.transposed), None
         if old.bias is not None:
             bias_name, partial_axes = split.parameter_name(old, "bias"), layer_context.sequence_partial
@@ -298,7 +297,7 @@ class SplitExperts(SplitStyle):
         layer_context, tensor = split.context_of(name), split.layer_context.tensor
         rows, forward = Partition.split(part.num_experts, tensor), part.forward
         for attribute, original in list(part.named_parameters(recurse=False)):
-            shard = rows_shard(split.names[original], rows, tuple(original.shape[1:]))
+            shard = split_shard(split.names[original], rows, *original.shape[1:])
             setattr(part, attribute, replacement(Parameter, original, shard))
         part.num_experts, part._is_expert_parallel = rows.local, True
 

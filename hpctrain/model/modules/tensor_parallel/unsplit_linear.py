@@ -21,7 +21,7 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import (
     has_gradient_hooks,
 )
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.tensor import ColumnAutograd, ColumnLinear
+from hpctrain.parallel.tensor import ColumnAutograd
 
 
 def linear_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -48,15 +48,17 @@ def replace_linear_layers(module: nn.Module, layer_context: LayerContext) -> dic
     return layers
 
 
-class UnsplitLinear(ReplacementLinear, ColumnLinear):
+class UnsplitLinear(ReplacementLinear):
     """Replacement of a linear layer's forward method, which uses the layer's parameters."""
+
+    cut = "outputs"
 
     def __init__(self, module: nn.Module, linear: LinearSizes, layer_context: LayerContext) -> None:
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
         assert isinstance(weight, LayerGradientParameter)
         assert bias is None or isinstance(bias, LayerGradientParameter)
         super().__init__(layer_context, [weight], [] if bias is None else [bias], linear)
-        self.split_sizes, self.original_forward = [linear.outputs], module.forward
+        self.original_forward = module.forward
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., n] for x [..., k].

@@ -41,31 +41,26 @@ class _Options(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """Positions and rows of the batch that attend only to themselves: all, or those of a document."""
+    """What attends only to itself: all sequences, or a document of packed ones.
 
-    positions: slice
-    batch: slice
+    Attributes:
+        selection: Positions and rows of the batch.
+        tables: Tables of a Rotary for these positions, or none.
+        log_sums: Memory of its log-sum-exps [rows, heads, length], and of all later ones.
+    """
+
+    selection: tuple[slice, slice]
+    tables: Sequence[Tensor]
+    log_sums: Tensor
 
     @staticmethod
-    def of(query: Tensor, documents: Documents | None) -> Iterator[_Sequences]:
-        """Yield all sequences at once, or each document of packed sequences.
-
-        Args:
-            query: Queries [s, b, heads, d].
-            documents: Boundaries of documents; None without packing.
-        """
-        length, batch = query.shape[:2]
-        for rows, begin, end in separate_sequences(documents, batch, length):
-            yield _Sequences(slice(begin, end), rows)
-
-    def log_sums(self, memory: Tensor) -> Tensor:
-        """Return the memory of the log-sum-exps of these sequences, and of all later ones.
-
-        Args:
-            memory: Memory of all log-sum-exps [b, heads, s], in which each document has [1, heads, length].
-        """
-        _, heads, length = memory.shape
-        return memory.view(-1)[heads * (self.batch.start * length + self.positions.start) :]
+    def of(log_sums: Tensor, options: _Options) -> Iterator[_Sequences]:
+        """Yield all sequences at once, or each document, with memory of all log-sum-exps [b, heads, s]."""
+        batch, heads, length = log_sums.shape
+        for rows, begin, end in separate_sequences(options.documents, batch, length):
+            tables = [table[begin:end] for table in options.tables]
+            first = heads * (rows.start * length + begin)
+            yield _Sequences((slice(begin, end), rows), tables, log_sums.view(-1)[first:])
 
 
 class _CompiledAttention(torch.autograd.Function):
@@ -83,31 +78,26 @@ class _CompiledAttention(torch.autograd.Function):
         output, log_sums = empty_contiguous(query), torch.empty(batch, heads, length)
         memory = torch.empty(workspace_floats(length, features))
         scores = None if sinks is None else sinks.float()
-        for sequences in _Sequences.of(query, options.documents):
-            operands = [x[sequences] for x in (query, key, value, output)]
-            tables = [table[sequences.positions] for table in options.tables]
+        for selection, tables, part in _Sequences.of(log_sums, options):
+            operands = [x[selection] for x in (query, key, value, output)]
             sizes = attention_arguments(operands[0], operands[1], tables, options.rule, scores)
-            addresses = *map(heads_of, operands), sequences.log_sums(log_sums)
-            options.library.attend(sizes, *addresses, memory)
+            options.library.attend(sizes, *map(heads_of, operands), part, memory)
         ctx.options = options
         ctx.save_for_backward(query, key, value, sinks, output, log_sums, *options.tables)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, output, log_sums, *all_tables = ctx.saved_tensors
-        options: _Options = ctx.options
+        query, key, value, sinks, output, log_sums, *tables = ctx.saved_tensors
+        options: _Options = ctx.options._replace(tables=tables)
         gradient = with_contiguous_features(gradient)
         results = [empty_contiguous(x) for x in (query, key, value)]
         memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
         sinks_gradients = []
-        for sequences in _Sequences.of(query, options.documents):
-            operands = [x[sequences] for x in (query, key, value, output, gradient, *results)]
-            tables = [table[sequences.positions] for table in all_tables]
-            sizes = attention_arguments(operands[0], operands[1], tables, options.rule)
-            part = sequences.log_sums(log_sums)
-            addresses = *map(heads_of, operands), part
-            options.library.attend_gradient(sizes, *addresses, memory)
+        for selection, part_tables, part in _Sequences.of(log_sums, options):
+            operands = [x[selection] for x in (query, key, value, output, gradient, *results)]
+            sizes = attention_arguments(operands[0], operands[1], part_tables, options.rule)
+            options.library.attend_gradient(sizes, *map(heads_of, operands), part, memory)
             if sinks is not None:
                 length, batch, heads, _ = operands[3].shape
                 natural = part[: batch * heads * length].view(batch, heads, length) * log(2)
