@@ -26,8 +26,7 @@ from hpctrain.fault_checks.audit_kernels import (
 )
 from hpctrain.fault_checks.audit_library import call_all
 from hpctrain.fault_checks.matmul_audit import AuditTarget, MatmulAudit
-from hpctrain.parallel.kernels.compiler import CompilerError, compile_library
-from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.host.c_libraries import CompilerError, compile_library, open_library
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
 from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer

@@ -20,10 +20,10 @@ from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
+from hpctrain.host.c_libraries import open_library
 from hpctrain.model.part import LayerRange, logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.replication import Replications

@@ -20,10 +20,10 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.generate.continuing import GeneratedText, PassTokens, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows, telling_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
+from hpctrain.host.c_libraries import open_library
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
 from hpctrain.parallel.kernels.small_batch import SmallBatchKernel

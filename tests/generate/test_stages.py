@@ -27,9 +27,9 @@ from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
+from hpctrain.host.c_libraries import open_library
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 from tests.comm.transports.gloo_as_nccl import use_nccl_rules
 from tests.engines import LLAMA, small_deck

@@ -15,7 +15,7 @@ from tests.launch import clean_environment
 
 PACKAGE = Path(service.__file__).parents[1]
 NAMES = ("json", "runpy", "random", "statistics", "hpctrain", "numpy", "click")
-ISOLATED = {"host/commands.py", "parallel/kernels/compiler.py"}
+ISOLATED = {"host/commands.py", "host/c_libraries.py"}
 """Files that may start Python by themselves; the second one does so with `-I`."""
 
 

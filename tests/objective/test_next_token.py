@@ -16,10 +16,10 @@ from hpctrain.comm.world import World
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes
 from hpctrain.costs.layer_bytes.byte_functions import workspace_bytes
 from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.host.c_libraries import open_library
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel
 from hpctrain.parallel.layer_context import LayerContext, ProductSettings

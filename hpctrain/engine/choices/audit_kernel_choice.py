@@ -12,9 +12,8 @@ from hpctrain.comm.world import World
 from hpctrain.engine.choices.function_choice import libraries_of_nodes
 from hpctrain.fault_checks.audit_kernels import AuditKernels, CompiledAuditKernels, agree
 from hpctrain.fault_checks.matmul_audit import MatmulAudit
+from hpctrain.host.c_libraries import CompilerError, build_packaged_library, open_library
 from hpctrain.host.device import on_host
-from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.layer_context import LayerContext
 
 _PACKAGE = "hpctrain.fault_checks"

@@ -18,11 +18,10 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
+from hpctrain.host.c_libraries import CompilerError, build_packaged_library, open_library
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
 from hpctrain.parallel.kernels.functions.agreement import agrees
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 
 RESUMED_RUN_USED = "the resumed run used"

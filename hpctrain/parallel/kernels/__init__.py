@@ -4,7 +4,6 @@
 |---|---|
 | `matmul_kernels.py` | kernels for matrix products, and the table that says which one computes a product |
 | `timing.py` | measurement of these kernels, by which a run chooses |
-| `compiler.py` | compilation of C for this processor, and the cache of libraries |
 | `functions/` | functions of a block by torch, or by a library that is compiled from `functions.c` |
 | `attention_inputs.py` | inputs of attention, and rotation of queries and keys |
 | `attention_block.py` | attention of one block of queries over one block of keys, with its log-sum-exp |

@@ -29,8 +29,8 @@ from hpctrain.engine.choices.function_choice import (
 )
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.parallel.kernels import compiler
-from hpctrain.parallel.kernels.compiler import CompilerError
+from hpctrain.host import c_libraries as compiler
+from hpctrain.host.c_libraries import CompilerError
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH
 from hpctrain.plan.memory import plan_memory

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.host.c_libraries import open_library
 from hpctrain.parallel.attention.paged import LayerPages, PageLayout, TokenPositions
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import PAGE, open_library
+from hpctrain.parallel.kernels.functions.function_library import PAGE
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 
 LENGTHS = (70, 1, 33, 5)

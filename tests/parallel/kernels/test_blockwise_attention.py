@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.host.c_libraries import open_library
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.blockwise_attention import blockwise_attention
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from tests.parallel.kernels.test_attention_block import kernel
 

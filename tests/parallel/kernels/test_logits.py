@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.host.c_libraries import open_library
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.logits import SplitLogits
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.host.c_libraries import open_library
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
 from hpctrain.parallel.kernels.small_batch import FEW, SmallBatchKernel, few_rows, find_block_size
 

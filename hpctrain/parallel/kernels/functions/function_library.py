@@ -8,11 +8,9 @@ not know, which ends the process.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 _LANES, _ROWS, _PANEL = 16, 64, 32  # as in functions.c
@@ -117,20 +115,6 @@ def few_rows_floats(rows: int, features: int) -> int:
     return -(-rows // (2 * _LANES)) * 2 * _LANES * features
 
 
-def open_library(content: bytes) -> ctypes.CDLL:
-    """Load a library from memory, since folders of temporary files may forbid programs.
-
-    Its file remains open: the loader identifies libraries by name, and would return it for another one.
-
-    Raises:
-        OSError: The library cannot be loaded.
-    """
-    file = os.memfd_create("hpctrain-functions")
-    with os.fdopen(os.dup(file), "wb") as stream:
-        stream.write(content)
-    return ctypes.CDLL(f"/proc/self/fd/{file}")
-
-
 def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the arguments of all functions of the library, and return it.
 
@@ -176,4 +160,4 @@ if __name__ == "__main__":
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    call_all(declare_functions(open_library(Path(sys.argv[1]).read_bytes())))
+    call_all(declare_functions(ctypes.CDLL(sys.argv[1])))

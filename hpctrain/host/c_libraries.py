@@ -7,6 +7,7 @@ on all that the library depends on: the source, the compiler and the processor.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, read_bytes, user_cache
+from hpctrain.host.process_lifetime import kill_child
 
 COMPILERS = ("cc", "gcc", "clang")
 """Commands that are looked for if $CC names none."""
@@ -106,7 +108,7 @@ def build_packaged_library(
     """Return the library of a C file of a package, as `build_library` does.
 
     Args:
-        package: Name of the package, such as "hpctrain.parallel.kernels.functions".
+        package: Name of the package, such as "hpctrain.fault_checks".
         source: Name of the C file in the package.
         program: Name of the Python file in the package that tries a library.
         is_correct: As in `build_library`.
@@ -179,7 +181,7 @@ def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -
             output = Path(folder) / "library.so"
             for processor in _PROCESSOR_FLAGS:
                 command = [*words, *_FLAGS, processor, "-o", str(output), str(source), "-lm"]
-                status, lines = _run(command, environment, Path(folder))
+                status, lines = _run(command, environment)
                 if status == 0:
                     return output.read_bytes()
                 silent = (
@@ -206,13 +208,13 @@ def try_library(content: bytes, program: Path) -> None:
         CompilerError: The program fails or is killed, for example since the processor lacks an instruction.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder:
-            library = Path(folder) / "library.so"
-            library.write_bytes(content)
+        library = _in_memory(content)
+        try:
             # Without the installed packages, whose import would take longer than all the rest.
-            status, lines = _run(
-                [sys.executable, "-I", "-S", str(program), str(library)], os.environ, Path(folder)
-            )
+            command = [sys.executable, "-I", "-S", str(program), f"/proc/self/fd/{library}"]
+            status, lines = _run(command, os.environ, [library])
+        finally:
+            os.close(library)
         if status == 0:
             return
         problem = signal.Signals(-status).name if status < 0 else lines[-1] or f"exit status {status}"
@@ -221,6 +223,25 @@ def try_library(content: bytes, program: Path) -> None:
     except OSError as error:
         problem = str(error)
     raise CompilerError(f"the compiled library does not run on this processor: {problem[:200]}")
+
+
+def open_library(content: bytes) -> ctypes.CDLL:
+    """Load a library from memory, since folders of temporary files may forbid programs.
+
+    Its file remains open: the loader identifies libraries by name, and would return it for another one.
+
+    Raises:
+        OSError: The library cannot be loaded.
+    """
+    return ctypes.CDLL(f"/proc/self/fd/{_in_memory(content)}")
+
+
+def _in_memory(content: bytes) -> int:
+    """Return the descriptor of a file in memory. The caller closes it."""
+    file = os.memfd_create("hpctrain-library")
+    with os.fdopen(os.dup(file), "wb") as stream:
+        stream.write(content)
+    return file
 
 
 def _remove_old_folders() -> None:
@@ -235,16 +256,18 @@ def _remove_old_folders() -> None:
                     and time.time() - status.st_mtime > _OLD_SECONDS
                     and entry.is_dir(follow_symlinks=False)
                 ):
-                    delete_folder(Path(entry.path), files_named(r"library\.so|output"))
+                    delete_folder(Path(entry.path), files_named(r"library\.so"))
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, list[str]]:
-    """Run a command, and return its exit status and the lines that it prints.
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int] = ()
+) -> tuple[int, list[str]]:
+    """Run a command that inherits some descriptors, and return its exit status and the lines that it prints.
 
     Raises:
         subprocess.TimeoutExpired: It does not end within SECONDS. It and all that it started are killed then.
     """
-    with (folder / "output").open("w+b") as output:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *command],
             env=dict(environment),
@@ -252,12 +275,12 @@ def _run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -
             stdout=output,
             stderr=output,
             start_new_session=True,
+            pass_fds=inherited,
         )
         try:
             status = process.wait(SECONDS)
         except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_child(process, runs_user_code=False)
             process.wait()
             raise
         output.seek(0)
