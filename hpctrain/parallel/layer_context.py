@@ -15,6 +15,7 @@ ranks, rank 5 has these groups (the tensor axis is innermost):
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,12 +25,14 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue
-from hpctrain.parallel.fp8.fp8_settings import Fp8Settings
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import KernelTable
 from hpctrain.parallel.product_check import ProductCheck
 from hpctrain.parallel.sequence import ContextForm
 from hpctrain.parallel.step_statistics import StepStatistics
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.fp8.fp8_settings import Fp8Settings  # fp8/ imports this module
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,20 @@ product (kernels/matmul_kernels.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, gradients_to_update
 
-Operand: TypeAlias = Tensor | QuantizedTensor
+if TYPE_CHECKING:
+    from hpctrain.parallel.fp8.quantize import QuantizedTensor
+
+Operand: TypeAlias = "Tensor | QuantizedTensor"
 """Activations, or their gradients, as a Matmul multiplies them: [..., features] as stored, or [m, features]
 in 8 bits, with m tokens.
 """

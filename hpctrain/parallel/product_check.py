@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hpctrain.audit.detected_fault import DetectedFault
-from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
 from hpctrain.parallel.shards import Parameter
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.fp8.quantize import QuantizedTensor
 
 RowsOfExperts = Iterable[tuple[int, slice]]
 """Number and rows of each expert."""
