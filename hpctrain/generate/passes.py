@@ -73,7 +73,7 @@ def _multiply_few(model: Transformer, product: Matmul, head: bool) -> None:
     block = find_block_size(by, functions, *product.shape, head)
     if block is not None:
         few = SmallBatchKernel(by, functions, block)
-        kernels.choose(kind, *product.shape, Fp32Kernel(kernel.name, few) if through else few)
+        kernels.chosen[(kind, *product.shape)] = Fp32Kernel(kernel.name, few) if through else few
 
 
 @torch.no_grad()

@@ -29,23 +29,6 @@ class AdaptedMatrix(NamedTuple):
     outputs: slice
 
 
-class Factors(nn.Module):
-    """One factor of several adapters, fused into one product.
-
-    Args:
-        shards: Shard of each factor.
-        initial: Initial values.
-        layer_context: Context of the layer.
-    """
-
-    def __init__(self, shards: Sequence[Shard], initial: Initial, layer_context: LayerContext) -> None:
-        super().__init__()
-        self.weights = [Parameter(shard, initial=initial) for shard in shards]
-        for index, weight in enumerate(self.weights):
-            self.register_parameter(f"weight{index}", weight)
-        self.product = Matmul(self.weights, layer_context)
-
-
 class LayerAdapters(nn.Module):
     """Adapters of the matrices of one layer.
 
@@ -56,8 +39,8 @@ class LayerAdapters(nn.Module):
         layer_context: Context of the layer.
 
     Attributes:
-        inner: Factors A of all matrices, [matrices x rank, k].
-        outer: Factor B of each matrix, [n, rank].
+        inner: Products with the factors A of all matrices, fused to [matrices x rank, k].
+        outer: Product with the factor B of each matrix, [n, rank].
     """
 
     def __init__(
@@ -69,7 +52,8 @@ class LayerAdapters(nn.Module):
         # No kernel is measured for products so small.
         kernels = KernelTable(layer_context.products.kernels.default)
         layer_context = replace(layer_context, products=replace(layer_context.products, kernels=kernels))
-        inner, self.outer = [], nn.ModuleList()
+        self.outer: list[Matmul] = []
+        inner = []
         for weight, _ in adapted:
             name, (outputs, inputs) = weight.name.removesuffix(".weight"), weight.shape
             a = Shard.replicated(f"{name}.adapter.a", (self.rank, inputs), partial)
@@ -78,14 +62,21 @@ class LayerAdapters(nn.Module):
                 a = _split_like(weight, a, 1)
             else:
                 b = _split_like(weight, b, 0)
-            inner.append(replace(a, zero_exempt=True))
-            self.outer.append(Factors([replace(b, zero_exempt=True)], "zeros", layer_context))
-        self.inner = Factors(inner, "adapter", layer_context)
+            inner.append(a)
+            self.outer.append(self._factors([b], "zeros", layer_context))
+        self.inner = self._factors(inner, "adapter", layer_context)
+
+    def _factors(self, shards: Sequence[Shard], initial: Initial, layer_context: LayerContext) -> Matmul:
+        """Create one factor of some adapters, and return the product with them, fused."""
+        weights = [Parameter(replace(shard, zero_exempt=True), initial=initial) for shard in shards]
+        for weight in weights:
+            self.register_parameter(f"factor{len(self._parameters)}", weight)
+        return Matmul(weights, layer_context)
 
     @property
     def weights(self) -> list[Parameter]:
         """Parameters of the adapters."""
-        return [*self.inner.weights, *(weight for factors in self._outer for weight in factors.weights)]
+        return [weight for product in (self.inner, *self.outer) for weight in product.weights]
 
     @property
     def matrices(self) -> list[MatrixSize]:
@@ -104,22 +95,22 @@ class LayerAdapters(nn.Module):
         Returns:
             Scaled values between the factors, [..., matrices x rank], for the backward pass.
         """
-        inner = self.inner.product.forward(inputs).mul_(self.scale)
-        for factors, matrix, part in zip(self._outer, self.adapted, self._split(inner), strict=True):
-            output[..., matrix.outputs] += factors.product.forward(part)
+        inner = self.inner.forward(inputs).mul_(self.scale)
+        for factor, matrix, part in zip(self.outer, self.adapted, self._split(inner), strict=True):
+            output[..., matrix.outputs] += factor.forward(part)
         return inner
 
     def inner_gradient(self, output_gradient: Tensor) -> Tensor:
         """Return the gradient [..., matrices x rank] between the factors, for an output gradient [..., n]."""
         parts = [
-            factors.product.input_gradient(output_gradient[..., matrix.outputs].contiguous())
-            for factors, matrix in zip(self._outer, self.adapted, strict=True)
+            factor.input_gradient(output_gradient[..., matrix.outputs].contiguous())
+            for factor, matrix in zip(self.outer, self.adapted, strict=True)
         ]
         return torch.cat(parts, dim=-1).mul_(self.scale)
 
     def add_input_gradient(self, input_gradient: Tensor, inner_gradient: Tensor) -> None:
         """Add the adapters' part to the gradient of the inputs [..., k]."""
-        input_gradient.add_(self.inner.product.input_gradient(inner_gradient).view_as(input_gradient))
+        input_gradient.add_(self.inner.input_gradient(inner_gradient).view_as(input_gradient))
 
     def add_weight_gradients(
         self, output_gradient: Tensor, inner: Tensor, inner_gradient: Tensor, inputs: Tensor
@@ -132,13 +123,9 @@ class LayerAdapters(nn.Module):
             inner_gradient: Result of `inner_gradient`.
             inputs: Inputs [..., k].
         """
-        self.inner.product.add_weight_gradient(inner_gradient, inputs)
-        for factors, matrix, part in zip(self._outer, self.adapted, self._split(inner), strict=True):
-            factors.product.add_weight_gradient(output_gradient[..., matrix.outputs].contiguous(), part)
-
-    @property
-    def _outer(self) -> list[Factors]:
-        return [each for each in self.outer if isinstance(each, Factors)]
+        self.inner.add_weight_gradient(inner_gradient, inputs)
+        for factor, matrix, part in zip(self.outer, self.adapted, self._split(inner), strict=True):
+            factor.add_weight_gradient(output_gradient[..., matrix.outputs].contiguous(), part)
 
     def _split(self, inner: Tensor) -> list[Tensor]:
         """Return the values between the factors of each matrix."""

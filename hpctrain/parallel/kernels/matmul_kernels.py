@@ -226,10 +226,6 @@ class KernelTable:
         """Return the kernel for a pass of a matrix [outputs, inputs]."""
         return self.chosen.get((kind, outputs, inputs), self.default)
 
-    def choose(self, kind: Pass, outputs: int, inputs: int, kernel: MatmulKernel) -> None:
-        """Set the kernel for a pass of a matrix [outputs, inputs]."""
-        self.chosen[kind, outputs, inputs] = kernel
-
     def reuses_converted(self, outputs: int, inputs: int) -> bool:
         """Return True if a 16-bit matrix [outputs, inputs] has an fp32 copy for several products."""
         kinds: tuple[Pass, ...] = ("forward", "logits", "input_gradient")

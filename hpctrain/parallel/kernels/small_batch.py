@@ -30,7 +30,7 @@ _MOST_OUTPUTS = 8192
 
 
 class SmallBatchKernel(MatmulKernel):
-    """Kernel for products of a few rows with a matrix in fp32, which leaves all others to another kernel.
+    """Kernel for outputs and logits of a few rows in fp32, which leaves those of more rows to another kernel.
 
     Args:
         inner: The other kernel.
@@ -43,10 +43,6 @@ class SmallBatchKernel(MatmulKernel):
         self.name, self.converts = inner.name, inner.converts
 
     @override
-    def multiplies(self, storage: torch.dtype) -> bool:
-        return self.inner.multiplies(storage)
-
-    @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _is_for_library(inputs, weight):
             return self.inner.forward(inputs, weight, bias)
@@ -57,16 +53,6 @@ class SmallBatchKernel(MatmulKernel):
         if _is_for_library(inputs, table):
             return self.inner.logits(inputs, table)
         return few_rows(self.functions, inputs, table, None, self.block)
-
-    @override
-    def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.inner.input_gradient(output_gradient, weight, out)
-
-    @override
-    def add_weight_gradient(
-        self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
-    ) -> None:
-        self.inner.add_weight_gradient(into, output_gradient, inputs, overwrite)
 
 
 def _is_for_library(inputs: Tensor, weight: Tensor) -> bool:

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files import add_lines, parse_json, read_bytes, require_writable, strict_json
+from hpctrain.files import add_lines, parse_json, read_bytes, require_writable, strict_json, user_cache
 from hpctrain.text import escaped, is_control
 from hpctrain.watch.stress.nodes import MEASURES, EarlierRates, Node
 
@@ -30,9 +30,7 @@ _LONGEST = 1000  # characters of a name
 
 def usual_file() -> Path:
     """Where rates are kept if no other file is named: beside what is kept of kernels."""
-    from hpctrain.parallel.kernels.choice_cache import cache_file
-
-    return cache_file().with_name(FILE)
+    return user_cache() / FILE
 
 
 def check_file(path: Path) -> None:
