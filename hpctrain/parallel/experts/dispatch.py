@@ -15,6 +15,7 @@ between their backward passes in the backward pass, and weight gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class Dispatch:
 
     def send(self, rows: Tensor) -> Tensor:
         """Start to send copies of rows [n, h] to their experts, and return an argument for `receive`."""
-        result: Tensor = _Send.apply(rows, self)
+        result: Tensor = _Step.apply(rows, self._start_copies, self._sum_row_gradients)
         return result
 
     def receive(self, arriving: Tensor) -> Tensor:
@@ -117,7 +118,12 @@ class Dispatch:
         Args:
             arriving: Result of `send`.
         """
-        result: Tensor = _Receive.apply(arriving, self)
+        count = len(arriving)
+
+        def backward(gradient: Tensor) -> Tensor:
+            return self.placeholder(self._return_rows(gradient), count)
+
+        result: Tensor = _Step.apply(arriving, self._receive_rows, backward)
         return result
 
     def send_back(self, results: Tensor) -> Tensor:
@@ -129,7 +135,7 @@ class Dispatch:
         Returns:
             Argument for `combine`.
         """
-        result: Tensor = _SendBack.apply(results, self)
+        result: Tensor = _Step.apply(results, self._return_rows, self._receive_rows)
         return result
 
     def combine(self, arriving: Tensor, weights: Tensor) -> Tensor:
@@ -144,9 +150,46 @@ class Dispatch:
 
     # Exchanges of tensors without a graph, for the autograd functions
 
-    def copies(self, rows: Tensor) -> Tensor:
-        """Return the copies [copy_count, h] that leave this rank."""
-        return rows.index_select(0, self.source)
+    def _start_copies(self, rows: Tensor) -> Tensor:
+        """Start to send the copies of rows [n, h] that leave this rank."""
+        return self.start_to_experts(rows.index_select(0, self.source))
+
+    def _sum_row_gradients(self, gradient: Tensor) -> Tensor:
+        """Wait for the gradients of the copies, and return the sum [n, h] of those of each row.
+
+        This is the last step of the backward pass. Deferred weight gradients are computed before the wait.
+        """
+        deferred, self.deferred_work = self.deferred_work, []
+        compute_all(deferred)
+        gradient = self.wait(gradient)
+        total = self.copies_of_choice(gradient, 0)
+        for choice in range(1, self.shape[1]):
+            total.add_(self.copies_of_choice(gradient, choice))
+        return total.to(gradient.dtype)
+
+    def _receive_rows(self, arriving: Tensor) -> Tensor:
+        """Wait for copies, and return the rows [m, h] of this rank's experts, ordered as `segments` says.
+
+        Copies of all ranks of `expert_tensor` are among them.
+        """
+        rows = self.wait(arriving)
+        if not self.local:
+            rows = self.expert_tensor.all_gather(rows, sizes=self.gather_sizes)
+        if self.positions is None:
+            return rows
+        if self.segments.unit == 1:
+            ordered = torch.empty_like(rows)
+        else:
+            ordered = rows.new_zeros(int(self.segments.ends[-1]), rows.shape[1])  # padded with zeros
+        return ordered.index_copy_(0, self.positions, rows)
+
+    def _return_rows(self, results: Tensor) -> Tensor:
+        """Sum results [m, h] over `expert_tensor`, and start to return them to the ranks of the tokens."""
+        rows = results if self.positions is None else results.index_select(0, self.positions)
+        if self.local:
+            return rows
+        rows = self.expert_tensor.reduce_scatter(rows, sizes=self.gather_sizes)
+        return self._start(rows, self.receive_sizes, self.send_sizes)
 
     @property
     def source(self) -> Tensor:
@@ -172,10 +215,6 @@ class Dispatch:
         """
         return copies if self.local else self._start(copies, self.send_sizes, self.receive_sizes)
 
-    def start_return(self, copies: Tensor) -> Tensor:
-        """Start the exchange back, in the way of `start_to_experts`. Collective over `expert`."""
-        return copies if self.local else self._start(copies, self.receive_sizes, self.send_sizes)
-
     def _start(self, copies: Tensor, sent: list[int], received: list[int]) -> Tensor:
         assert self._work is None, "one exchange at a time"
         output = copies.new_empty(sum(received), copies.shape[1])
@@ -186,8 +225,8 @@ class Dispatch:
         """Wait for the exchange that was started, and return what arrived, ordered by sender.
 
         Args:
-            arriving: Result of `start_to_experts` or `start_return`, or its `placeholder`. It is returned if
-                nothing is exchanged.
+            arriving: Result of `start_to_experts` or `_return_rows`, or its `placeholder`. It is returned
+                if nothing is exchanged.
         """
         if self.local:
             return arriving
@@ -202,101 +241,23 @@ class Dispatch:
         """
         return arriving if self.local else arriving.new_zeros(()).expand(rows, arriving.shape[1])
 
-    def gather(self, arrived: Tensor) -> Tensor:
-        """Return the copies [m, h] of all ranks of `expert_tensor`, ordered as `segments` says. Collective.
 
-        Args:
-            arrived: Copies that arrived at this rank.
-        """
-        if not self.local:
-            arrived = self.expert_tensor.all_gather(arrived, sizes=self.gather_sizes)
-        return self.arrange(arrived)
-
-    def scatter(self, results: Tensor) -> Tensor:
-        """Return the sums over `expert_tensor` of the results of this rank's copies. Collective.
-
-        Args:
-            results: This rank's terms [m, h] for the copies of all ranks of `expert_tensor`, as `segments`
-                says. The sums are in the order in which the copies arrived.
-        """
-        arrived = results if self.positions is None else results.index_select(0, self.positions)
-        return arrived if self.local else self.expert_tensor.reduce_scatter(arrived, sizes=self.gather_sizes)
-
-    def arrange(self, rows: Tensor) -> Tensor:
-        """Return rows in the order of `segments`, padded with zeros."""
-        if self.positions is None:
-            return rows
-        unit = self.segments.unit
-        if unit == 1:
-            return torch.empty_like(rows).index_copy_(0, self.positions, rows)
-        padded = rows.new_zeros(int(self.segments.ends[-1]), rows.shape[1])
-        return padded.index_copy_(0, self.positions, rows)
-
-
-class _Send(torch.autograd.Function):
-    """First step of `Dispatch`: start to send copies of rows [n, h] to the ranks of their experts.
-
-    The backward pass runs last: it waits for the gradients of the copies and adds those of each row.
-    """
+class _Step(torch.autograd.Function):
+    """Step of `Dispatch`: one function of a tensor in the forward pass, and one in the backward pass."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return dispatch.start_to_experts(dispatch.copies(rows))
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.backward_function = backward
+        result = forward(x)
+        return result.view_as(result) if result is x else result
 
     @staticmethod
     @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        dispatch: Dispatch = ctx.dispatch
-        deferred, dispatch.deferred_work = dispatch.deferred_work, []
-        compute_all(deferred)
-        gradient = dispatch.wait(gradient)
-        total = dispatch.copies_of_choice(gradient, 0)
-        for choice in range(1, dispatch.shape[1]):
-            total.add_(dispatch.copies_of_choice(gradient, choice))
-        return total.to(gradient.dtype), None
-
-
-class _Receive(torch.autograd.Function):
-    """Second step: wait for the copies, and sort them by expert.
-
-    The backward pass starts to send their gradients back.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, arriving: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch, ctx.count = dispatch, len(arriving)
-        rows = dispatch.gather(dispatch.wait(arriving))
-        return rows.view_as(rows) if rows is arriving else rows
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        dispatch: Dispatch = ctx.dispatch
-        arriving = dispatch.start_return(dispatch.scatter(gradient))
-        return dispatch.placeholder(arriving, ctx.count), None
-
-
-class _SendBack(torch.autograd.Function):
-    """Third step: start to return the experts' results to the ranks of the tokens.
-
-    The backward pass waits for their gradients, and sorts these by expert.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, results: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        returning = dispatch.start_return(dispatch.scatter(results))
-        return returning.view_as(returning) if returning is results else returning
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        dispatch: Dispatch = ctx.dispatch
-        return dispatch.gather(dispatch.wait(gradient)), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_function(gradient), None, None
 
 
 class _Combine(torch.autograd.Function):
