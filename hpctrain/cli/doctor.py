@@ -86,12 +86,13 @@ def command(
     with examine_machine() as report:
         if report.can_run:  # else torch may be what is broken
             from hpctrain.comm.transports.node_memory import examine_node_memory
+            from hpctrain.host.device import choose_device, visible_gpus
             from hpctrain.parallel.fp8.device_support import check_fp8_products
             from hpctrain.parallel.kernels.fastest_kernels import check_kernels
 
-            local_rank = report.ranks[report.rank].local_rank
+            device = choose_device("auto", report.ranks[report.rank].local_rank, visible_gpus())
             findings = [] if report.world is None else examine_node_memory(report.world)
-            report.add([*findings, check_kernels(local_rank), check_fp8_products(local_rank)])
+            report.add([*findings, check_kernels(device), check_fp8_products(device)])
         if deck is not None and report.can_run:  # else what reads decks may be what is broken
             from hpctrain.plan.coordinates import map_deck
 

@@ -119,30 +119,10 @@ class Matmul:
         gathered = inputs if sequence_group is None else sequence_group.all_gather(inputs)
         return self.forward(gathered, bias), inputs
 
-    def operand_tensors(self, operand: Operand) -> tuple[Tensor, ...]:
-        """Return the tensors of an operand, as autograd saves them."""
-        assert isinstance(operand, Tensor)
-        return (operand,)
-
     def saved_operand(self, tensors: Sequence[Tensor]) -> Operand:
         """Return the result of `forward_and_save` for the backward pass, from its `operand_tensors`."""
         (saved,) = tensors
         return saved
-
-    def start_gather_saved(
-        self, saved: Operand, sequence_group: Group, blocking: bool = False
-    ) -> Callable[[], Operand]:
-        """Start to gather the inputs that ranks saved, and return a function that waits for all tokens.
-
-        Collective.
-
-        Args:
-            saved: Result of `forward_and_save` of this rank's piece of the tokens.
-            sequence_group: Ranks that have the other pieces.
-            blocking: True if the caller waits at once.
-        """
-        assert isinstance(saved, Tensor)
-        return sequence_group.start_all_gather(saved, blocking=blocking).wait
 
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
         """Return the output gradient of all tokens, as `input_gradient` and `add_weight_gradient` take it.
@@ -184,6 +164,28 @@ class Matmul:
     def converted_bytes(self) -> int:
         """Bytes of the converted weights, which remain allocated after their first use."""
         return 0 if self._converted is None else self._converted.nbytes
+
+
+def operand_tensors(operand: Operand) -> tuple[Tensor, ...]:
+    """Return the tensors of an operand, as autograd saves them."""
+    return (operand,) if isinstance(operand, Tensor) else operand.tensors
+
+
+def start_gather_saved(
+    saved: Operand, sequence_group: Group, blocking: bool = False
+) -> Callable[[], Operand]:
+    """Start to gather the inputs that ranks saved, and return a function that waits for all tokens.
+
+    Collective.
+
+    Args:
+        saved: Result of `Matmul.forward_and_save` of this rank's piece of the tokens.
+        sequence_group: Ranks that have the other pieces.
+        blocking: True if the caller waits at once.
+    """
+    if isinstance(saved, Tensor):
+        return sequence_group.start_all_gather(saved, blocking=blocking).wait
+    return saved.start_gather(sequence_group, blocking)
 
 
 def join_neighbors(tensors: Sequence[Tensor]) -> Tensor:

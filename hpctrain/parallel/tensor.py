@@ -37,6 +37,8 @@ from hpctrain.parallel.matmul import (
     Matmul,
     Operand,
     join_neighbors,
+    operand_tensors,
+    start_gather_saved,
 )
 from hpctrain.parallel.operations import Cut, MatrixSize
 from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, gradient_of, split_shard
@@ -220,7 +222,7 @@ class ColumnAutograd(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: SplitLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
         output, saved, inner = layer._multiply(x, layer.bias(), layer.sequence_group, training)
-        ctx.save_for_backward(*inner, *layer.product.operand_tensors(saved))
+        ctx.save_for_backward(*inner, *operand_tensors(saved))
         return output
 
     @staticmethod
@@ -233,7 +235,7 @@ class ColumnAutograd(torch.autograd.Function):
         output_gradient = output_gradient.contiguous()
         finish_gather = None
         if sequence_group is not None and not layer_context.weight_gradients.deferring:
-            finish_gather = product.start_gather_saved(saved, sequence_group)
+            finish_gather = start_gather_saved(saved, sequence_group)
         gradient = product.gather_gradient(output_gradient, None)
         reduction, input_gradient = None, None
         if ctx.needs_input_grad[0]:
@@ -249,12 +251,12 @@ class ColumnAutograd(torch.autograd.Function):
             if finish_gather is not None:
                 inputs = finish_gather()
             elif sequence_group is not None:
-                inputs = product.start_gather_saved(saved, sequence_group, blocking=True)()
+                inputs = start_gather_saved(saved, sequence_group, blocking=True)()
             layer._add_gradients(gradient, inputs, inner)
             if bias_gradient is not None:
                 layer._add_bias_gradients(bias_gradient)
 
-        tensors = [*product.operand_tensors(saved), *product.operand_tensors(gradient)]
+        tensors = [*operand_tensors(saved), *operand_tensors(gradient)]
         if bias_gradient is not None and gradient is not bias_gradient:
             tensors.append(bias_gradient)
         layer_context.weight_gradients.submit(compute, *tensors, *inner)
@@ -275,7 +277,7 @@ class RowAutograd(torch.autograd.Function):
         layer_context, bias = layer.layer_context, layer.bias()
         alone = layer_context.tensor.size == 1
         output, saved, inner = layer._multiply(x, bias if alone else None, None, training)
-        ctx.save_for_backward(*inner, *layer.product.operand_tensors(saved))
+        ctx.save_for_backward(*inner, *operand_tensors(saved))
         if alone:
             return output
         output = layer_context.tensor_sum(output)
@@ -296,7 +298,7 @@ class RowAutograd(torch.autograd.Function):
             input_gradient = product.input_gradient(gathered)
             result = input_gradient.view(-1, *batch, input_gradient.shape[-1])
         inner = (*inner, *layer._add_inner_gradient(gathered, result))
-        tensors = (*product.operand_tensors(gathered), *product.operand_tensors(saved), *inner)
+        tensors = (*operand_tensors(gathered), *operand_tensors(saved), *inner)
         layer_context.weight_gradients.submit(lambda: layer._add_gradients(gathered, saved, inner), *tensors)
         return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 

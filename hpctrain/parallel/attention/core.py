@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -13,12 +14,11 @@ from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.layer_context import LayerContext
 
+AttentionCore: TypeAlias = Callable[[AttentionInputs], Tensor]
+"""Causal softmax attention of this rank's pieces of the sequences. Collective over the context ranks.
 
-class AttentionCore(Protocol):
-    """Causal softmax attention of this rank's pieces of the sequences. Collective over the context ranks."""
-
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        """Return the output [s/c, b, heads, d] for queries, keys and values of these pieces."""
+It takes queries, keys and values of these pieces, and returns the output [s/c, b, heads, d].
+"""
 
 
 def attention_core(layer_context: LayerContext, rule: AttentionRule) -> AttentionCore:

@@ -10,7 +10,6 @@
 | `multiply.py` | the product of two quantized matrices, by the device or emulated |
 | `quantized_matmul.py` | the three products of a layer with scales of current maxima |
 | `delayed_matmul.py`, `history.py` | the same with scales of earlier steps, and their state in checkpoints |
-| `gather_rows.py` | messages in 8 bits |
 | `quantization_loss.py` | metrics of `precision.fp8_watch` |
 | `device_support.py` | recipes that a device supports, for `hpctrain doctor` |
 

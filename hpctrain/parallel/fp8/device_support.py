@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.host.device import choose_device, visible_gpus
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.parallel.fp8.multiply import has_native
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
@@ -17,9 +16,8 @@ WAYS = {
 """Text for the recipes of each result of `native`."""
 
 
-def check_fp8_products(local_rank: int) -> DoctorFinding:
-    """Return which recipes the device of a local rank multiplies in 8 bits, and which it emulates."""
-    device = choose_device("auto", local_rank, visible_gpus())
+def check_fp8_products(device: torch.device) -> DoctorFinding:
+    """Return which recipes a device multiplies in 8 bits, and which it emulates."""
     how = {name: native_products(recipe, device) for name, recipe in RECIPES.items()}
     names = {way: ", ".join(name for name in how if how[name] == way) for way in WAYS}
     return DoctorFinding(

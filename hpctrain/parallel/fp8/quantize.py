@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.comm.group import Group
 from hpctrain.parallel.fp8.formats import (
     AT_ONCE,
     FORMATS,
@@ -142,6 +143,11 @@ class QuantizedTensor:
         return self.values.nbytes + self.scales.nbytes
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Values and scales, as autograd saves them."""
+        return self.values, self.scales
+
+    @property
     def has_row_scales(self) -> bool:
         """True if each row has one scale, by which a product can be multiplied afterwards."""
         return self.blocks.columns is None
@@ -160,6 +166,30 @@ class QuantizedTensor:
         Unless blocks are square, quantizing the transposed matrix with the same blocks gives another result.
         """
         return QuantizedTensor(self.values.t(), self.scales.t().contiguous(), self.blocks.transposed)
+
+    def start_gather(self, group: Group, blocking: bool = False) -> Callable[[], QuantizedTensor]:
+        """Start to gather the rows of all ranks, in their order, and return a function that waits.
+
+        Collective. The result is what quantizing all rows at once gives if no block has rows of two ranks, or
+        if ranks use the same scale for such a block.
+
+        Args:
+            group: Ranks that have the other rows.
+            blocking: True if the caller waits at once.
+        """
+        values = group.start_all_gather(self.values.view(torch.uint8), blocking=blocking)
+        by_rows = self.blocks.rows is not None
+        scales = group.start_all_gather(self.scales, blocking=blocking) if by_rows else None
+
+        def finish() -> QuantizedTensor:
+            rows = values.wait().view(self.values.dtype)
+            return replace(self, values=rows, scales=self.scales if scales is None else scales.wait())
+
+        return finish
+
+    def gather(self, group: Group) -> QuantizedTensor:
+        """Return the rows of all ranks, as `start_gather` gathers them. Collective."""
+        return self.start_gather(group, blocking=True)()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,6 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.fp8.formats import E4M3, reducible_maximum
-from hpctrain.parallel.fp8.gather_rows import gather_rows, start_gather_rows
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantization_loss import operand_name, record_counts, record_loss
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
@@ -108,7 +107,7 @@ class QuantizedMatmul(Matmul):
         rows, dims = _rows(inputs), _INPUTS
         if self.settings.quantize_messages and sequence_group is not None:
             local = self._quantize("inputs", rows, dims, is_piece=True)
-            gathered = gather_rows(local, sequence_group)
+            gathered = local.gather(sequence_group)
         else:
             all_rows = rows if sequence_group is None else sequence_group.all_gather(rows)
             local = gathered = self._quantize("inputs", all_rows, dims)
@@ -123,23 +122,11 @@ class QuantizedMatmul(Matmul):
         return output, local
 
     @override
-    def operand_tensors(self, operand: Operand) -> tuple[Tensor, ...]:
-        return (operand,) if isinstance(operand, Tensor) else (operand.values, operand.scales)
-
-    @override
     def saved_operand(self, tensors: Sequence[Tensor]) -> Operand:
         if len(tensors) == 1:
             return tensors[0]
         values, scales = tensors
         return QuantizedTensor(values, scales, self.recipe.tokens.transposed.blocks)
-
-    @override
-    def start_gather_saved(
-        self, saved: Operand, sequence_group: Group, blocking: bool = False
-    ) -> Callable[[], Operand]:
-        if isinstance(saved, Tensor):
-            return super().start_gather_saved(saved, sequence_group, blocking)
-        return start_gather_rows(saved, sequence_group, blocking)
 
     @override
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
@@ -148,7 +135,7 @@ class QuantizedMatmul(Matmul):
         # Both products have the same scale, and so the same numbers in 8 bits.
         rows, dims = _rows(output_gradient), _GRADIENTS
         if self.settings.quantize_messages and sequence_group is not None:
-            return gather_rows(self._quantize("gradients", rows, dims, is_piece=True), sequence_group)
+            return self._quantize("gradients", rows, dims, is_piece=True).gather(sequence_group)
         rows = rows if sequence_group is None else sequence_group.all_gather(rows)
         return self._quantize("gradients", rows, dims)
 

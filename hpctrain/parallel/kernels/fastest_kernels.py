@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.host.device import choose_device, on_host, visible_gpus
+from hpctrain.host.device import on_host
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.processor import processor_name
 from hpctrain.parallel.kernels.matmul_kernels import Pass
@@ -19,15 +19,12 @@ _PASSES: tuple[tuple[Pass, str], ...] = (
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def check_kernels(local_rank: int) -> DoctorFinding:
+def check_kernels(device: torch.device) -> DoctorFinding:
     """Return which kernel multiplies matrices of medium size fastest, by format and pass.
 
     One thread measures it. On a GPU nothing is measured.
-
-    Args:
-        local_rank: Number of this rank on its node, which selects the device.
     """
-    if not on_host(choose_device("auto", local_rank, visible_gpus())):
+    if not on_host(device):
         return DoctorFinding("matrix products", "computed by the library of the GPU")
     before = torch.get_num_threads()
     torch.set_num_threads(1)

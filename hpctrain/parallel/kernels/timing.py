@@ -107,14 +107,13 @@ class Operands:
 
     def compute(self, kernel: MatmulKernel, overwrite: bool = False) -> Tensor:
         """Return the result of the pass by a kernel. `overwrite` is for a weight gradient."""
-        if self.kind == "forward":
-            return kernel.forward(self.inputs, self.weight)
-        if self.kind == "logits":
-            return kernel.logits(self.inputs, self.weight)
+        if self.kind == "weight_gradient":
+            kernel.add_weight_gradient(self.sum, self.output_gradient, self.inputs, overwrite)
+            return self.sum
         if self.kind == "input_gradient":
             return kernel.input_gradient(self.output_gradient, self.weight)
-        kernel.add_weight_gradient(self.sum, self.output_gradient, self.inputs, overwrite)
-        return self.sum
+        multiply = kernel.logits if self.kind == "logits" else kernel.forward
+        return multiply(self.inputs, self.weight)
 
     def agrees(self, kernel: MatmulKernel) -> bool:
         """Return True if a kernel has the library's result on this machine, up to rounding."""

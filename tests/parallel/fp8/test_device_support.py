@@ -12,14 +12,14 @@ from hpctrain.parallel.fp8.device_support import check_fp8_products
 def of_a_device(monkeypatch: pytest.MonkeyPatch, *products: tuple[bool, torch.dtype]) -> str:
     """What is said of one that has products in 8 bits (by row or not) with results in these types."""
     monkeypatch.setattr(found, "has_native", lambda _, by_row, dtype: (by_row, dtype) in products)
-    return check_fp8_products(0).statement
+    return check_fp8_products(torch.device("cpu")).statement
 
 
 def test_what_no_device_has_is_emulated() -> None:
-    assert check_fp8_products(0).statement.startswith(
+    assert check_fp8_products(torch.device("cpu")).statement.startswith(
         "emulated in 16 or 32 bits, slower than bf16: tensor, delayed, row, block, mx"
     )
-    assert not check_fp8_products(0).remedy
+    assert not check_fp8_products(torch.device("cpu")).remedy
 
 
 def test_recipes_are_told_by_what_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What is kept of inputs in 8 bits: the training of a run that keeps none, bit for bit, in fewer bytes.
 
-Tests of parallel/fp8/quantized_matmul.py, parallel/fp8/gather_rows.py and costs/layer_bytes/matmul_bytes.py.
+Tests of parallel/fp8/quantized_matmul.py and costs/layer_bytes/matmul_bytes.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Unkept(Matmul):
     """Inputs are kept as stored, and everything is quantized where it is multiplied."""
 
     forward_and_save = Matmul.forward_and_save
-    start_gather_saved = Matmul.start_gather_saved
     gather_gradient = Matmul.gather_gradient
 
 

@@ -153,7 +153,7 @@ def test_names_of_decks_are_kernels() -> None:
 
 def test_doctor_tells_the_quickest_of_each_pass() -> None:
     threads = torch.get_num_threads()
-    told = check_kernels(0)
+    told = check_kernels(torch.device("cpu"))
     assert not told.remedy
     assert told.statement.startswith("fp32: forward ")
     assert "; bf16: forward " in told.statement

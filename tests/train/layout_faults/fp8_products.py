@@ -73,12 +73,12 @@ def faults() -> list[LayoutFault]:
         fault(
             "messages in 8 bits in another order",
             (*ONE_SCALE, *FP8_MESSAGES),
-            wrapped(fp8_product, "gather_rows", _reverse_values),
+            wrapped(QuantizedTensor, "gather", _reverse_values),
         ),
         fault(
             "scales of messages in another order",
             (*ROW_SCALES, *FP8_MESSAGES),
-            wrapped(fp8_product, "gather_rows", _reverse_scales),
+            wrapped(QuantizedTensor, "gather", _reverse_scales),
         ),
         fault(
             "maxima of weights of one rank",
@@ -160,7 +160,7 @@ def _clamp_to_quarter(original: Any, values: Tensor, form: Any) -> Tensor:
 
 def _quantize_gradients_as_e4m3(original: Any, product: Any, kind: str, *rest: Any, **options: Any) -> Any:
     form = product.gradient_form
-    product.gradient_form = fp8_product.E4M3
+    product.settings = replace(product.settings, gradient_format=fp8_product.E4M3)
     try:
         return original(product, kind, *rest, **options)
     finally:
