@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 import hpctrain.parallel.fp8.quantize as quantize
-import hpctrain.parallel.fp8.quantized_matmul as fp8_product
 import hpctrain.sharding.eight_bit_gather as eight_bit_gather
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
-from hpctrain.parallel.fp8.formats import reducible_maximum
+from hpctrain.parallel.fp8.formats import E4M3, reducible_maximum
 from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, Scaling
 from hpctrain.parallel.fp8.quantized_matmul import Dims, QuantizedMatmul
@@ -159,9 +158,9 @@ def _clamp_to_quarter(original: Any, values: Tensor, form: Any) -> Tensor:
 
 
 def _quantize_gradients_as_e4m3(original: Any, product: Any, kind: str, *rest: Any, **options: Any) -> Any:
-    form = product.gradient_form
-    product.settings = replace(product.settings, gradient_format=fp8_product.E4M3)
+    settings = product.settings
+    product.settings = replace(settings, gradient_format=E4M3)
     try:
         return original(product, kind, *rest, **options)
     finally:
-        product.gradient_form = form
+        product.settings = settings
