@@ -245,7 +245,7 @@ def _weights(state: BucketState, averaged: AveragedRule | None) -> Iterator[tupl
 
 
 @dataclass(frozen=True)
-class ElementRange:
+class UpdatedElements:
     """Neighbouring elements of one bucket that this rank updates with the same settings.
 
     Attributes:
@@ -274,7 +274,7 @@ class ElementRange:
 
 def update_ranges(
     rule: UpdateRule,
-    ranges: Sequence[ElementRange],
+    ranges: Sequence[UpdatedElements],
     updates: int,
     learning_rate: float,
     gradient_divisor: float,
@@ -308,7 +308,7 @@ class ResidentOptimizer(Optimizer):
         super().__init__(rule, buckets, states)
         self.rule, self.updates = rule, 0
         self._ranges = [
-            ElementRange(bucket, part, settings, {name: flat[part] for name, flat in state.items()})
+            UpdatedElements(bucket, part, settings, {name: flat[part] for name, flat in state.items()})
             for bucket, state in zip(buckets, states, strict=True)
             for part, settings in (bucket.layout.owned_update_ranges if bucket.trained else ())
         ]

@@ -19,7 +19,7 @@ from hpctrain.parallel.shards import Parameter, Shard, gradient_of
 
 NAME = "score.weight"
 
-ScoreLoss = Callable[[Tensor], tuple[Tensor, Tensor]]
+LossAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function of scores [s, b] in fp32 that returns the sum of their losses and its gradient [s, b] in fp32."""
 
 
@@ -39,7 +39,7 @@ class ScalarHead(nn.Module):
             Shard.replicated(NAME, (1, hidden), layer_context.sequence_partial), initial="table"
         )
 
-    def forward(self, hidden: Tensor, score_loss: ScoreLoss) -> Tensor:
+    def forward(self, hidden: Tensor, score_loss: LossAndGradient) -> Tensor:
         """Return the loss of all scores, fp32 0-dim. Collective over tensor ranks.
 
         The gradients are those that `score_loss` returns: the backward pass must start here with a gradient
@@ -80,7 +80,7 @@ class _ScoreLossAutograd(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, hidden: Tensor, head: ScalarHead, score_loss: ScoreLoss, training: bool, _: Tensor
+        ctx: Any, hidden: Tensor, head: ScalarHead, score_loss: LossAndGradient, training: bool, _: Tensor
     ) -> Tensor:
         table, layer_context = head.table, head.layer_context
         loss, gradient = score_loss(head.scores(hidden))

@@ -11,7 +11,7 @@ from hpctrain.optim.matrix.exchanged_matrices import ExchangedMatrices
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
-from hpctrain.optim.optimizer import ElementRange, Optimizer, resident_master, update_ranges
+from hpctrain.optim.optimizer import Optimizer, UpdatedElements, resident_master, update_ranges
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import overlap
 from hpctrain.sharding.state import MASTER, OPTIMIZER, UPDATED, StateTensor, segment_state
@@ -36,7 +36,7 @@ class MatrixOptimizer(Optimizer):
         super().__init__(None, buckets, [{MASTER: master} for master in masters])
         self.updates = 0
         self.rules = rules
-        self.ranges: list[ElementRange] = []
+        self.ranges: list[UpdatedElements] = []
         self.parameters: list[LocalMatrices] = []
         self.replicated: list[ReplicatedMatrices] = []
         updated_alone: list[LocalMatrices] = []
@@ -46,7 +46,7 @@ class MatrixOptimizer(Optimizer):
                     part = overlap(each.part, bucket.owned_slice)
                     state = {name: torch.zeros_like(master[part]) for name in rules.element_state_names}
                     state = {MASTER: master[part]} | state
-                    self.ranges.append(ElementRange(bucket, part, each.update_settings, state))
+                    self.ranges.append(UpdatedElements(bucket, part, each.update_settings, state))
                     continue
                 parameters = [
                     LocalMatrices.of(rules.matrix_rule, bucket, segment, master)
