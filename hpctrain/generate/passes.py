@@ -16,7 +16,7 @@ from hpctrain.model.attention.rotary import RotaryFrequencies
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
-from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel, Pass
+from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel, Pass, PassShape
 from hpctrain.parallel.kernels.small_batch import SmallBatchKernel, find_block_size
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.vocabulary import VocabularyHead
@@ -73,7 +73,8 @@ def _multiply_few(model: Transformer, product: Matmul, head: bool) -> None:
     block = find_block_size(by, functions, *product.shape, head)
     if block is not None:
         few = SmallBatchKernel(by, functions, block)
-        kernels.chosen[(kind, *product.shape)] = Fp32Kernel(kernel.name, few) if through else few
+        key: PassShape = (kind, *product.shape)
+        kernels.chosen[key] = Fp32Kernel(kernel.name, few) if through else few
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ class Dispatch:
 
     def send(self, rows: Tensor) -> Tensor:
         """Start to send copies of rows [n, h] to their experts, and return an argument for `receive`."""
-        result: Tensor = _Step.apply(rows, self._start_copies, self._sum_row_gradients)
+        result: Tensor = _ExchangeStep.apply(rows, self._start_copies, self._sum_row_gradients)
         return result
 
     def receive(self, arriving: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Dispatch:
         def backward(gradient: Tensor) -> Tensor:
             return self.placeholder(self._return_rows(gradient), count)
 
-        result: Tensor = _Step.apply(arriving, self._receive_rows, backward)
+        result: Tensor = _ExchangeStep.apply(arriving, self._receive_rows, backward)
         return result
 
     def send_back(self, results: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Dispatch:
         Returns:
             Argument for `combine`.
         """
-        result: Tensor = _Step.apply(results, self._return_rows, self._receive_rows)
+        result: Tensor = _ExchangeStep.apply(results, self._return_rows, self._receive_rows)
         return result
 
     def combine(self, arriving: Tensor, weights: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class Dispatch:
         return arriving if self.local else arriving.new_zeros(()).expand(rows, arriving.shape[1])
 
 
-class _Step(torch.autograd.Function):
+class _ExchangeStep(torch.autograd.Function):
     """Step of `Dispatch`: one function of a tensor in the forward pass, and one in the backward pass."""
 
     @staticmethod

@@ -57,7 +57,7 @@ class Paged(ctypes.Structure):
     )
 
 
-class Memory(ctypes.c_void_p):
+class Address(ctypes.c_void_p):
     """Argument type of an address: of a tensor, of an array of ctypes, or None."""
 
     @classmethod
@@ -75,7 +75,7 @@ class Offset(ctypes.c_int):
 
 
 _POINTERS = {kind: ctypes.POINTER(kind) for kind in (Heads, AttentionArguments, Paged)}
-_P, _N, _F, _H = Memory, ctypes.c_int64, ctypes.c_float, _POINTERS[Heads]
+_P, _N, _F, _H = Address, ctypes.c_int64, ctypes.c_float, _POINTERS[Heads]
 
 FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("gelu", "gated", "geglu"), (_P, _P, _N, _N, Size)),
