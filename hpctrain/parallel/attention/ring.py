@@ -99,7 +99,7 @@ class _RingOptions(NamedTuple):
             query_rows = self._rows_between(begin, end, rank, half, queries)
             key_rows = self._rows_between(begin, end, source, half, keys)
             if query_rows.start < query_rows.stop and key_rows.start < key_rows.stop:
-                yield AttentionBlock(batch, query_rows, key_rows, mask)
+                yield AttentionBlock(query_rows, key_rows, mask, batch)
 
     def _rows_between(self, begin: int, end: int, rank: int, half: int, visible: slice) -> slice:
         """Return which of the visible rows of a rank have positions from `begin` on and before `end`."""
@@ -183,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
                 gradients_ring.wait()
                 carried, incoming = incoming, carried
             key_value_gradient = local_gradient if turn == 0 else carried
-            for (batch, queries, keys, _), (dq, dk, dv) in zip(blocks, block_gradients, strict=True):
+            for (queries, keys, _, batch), (dq, dk, dv) in zip(blocks, block_gradients, strict=True):
                 query_gradient[queries, batch] += dq
                 key_value_gradient[0, keys, batch] += dk
                 key_value_gradient[1, keys, batch] += dv

@@ -42,38 +42,30 @@ Products in 16 bits are faster in larger tiles.
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and keys of tensors [s, b, heads, d] that a kernel computes together.
+    """Queries and keys of tensors [s, b, heads, d] that a kernel computes together. Tiles are such blocks.
 
     Attributes:
-        batch: Rows of the batch.
         queries: Rows of the queries.
         keys: Rows of the keys.
         mask: Mask between these. With one there are as many queries as keys.
+        batch: Rows of the batch.
     """
 
-    batch: slice
     queries: slice
     keys: slice
     mask: Mask
-
-
-class Tile(NamedTuple):
-    """Part of consecutive queries and consecutive keys. With a mask it has as many queries as keys."""
-
-    queries: slice
-    keys: slice
-    mask: Mask
+    batch: slice = slice(None)
 
     def placed(self, batch: slice, first_query: int, first_key: int) -> AttentionBlock:
-        """Return the tile as a block of tensors, in which queries and keys begin at these rows."""
+        """Return the block for rows of the batch, with queries and keys counted from these rows."""
         queries = slice(first_query + self.queries.start, first_query + self.queries.stop)
         keys = slice(first_key + self.keys.start, first_key + self.keys.stop)
-        return AttentionBlock(batch, queries, keys, self.mask)
+        return AttentionBlock(queries, keys, self.mask, batch)
 
 
 def band_tiles(
     queries: int, keys: int, distance: int, window: int, rows: int = 0, columns: int = 0
-) -> Iterator[Tile]:
+) -> Iterator[AttentionBlock]:
     """Yield tiles that cover all pairs of a query and a key that it sees, each pair once.
 
     Args:
@@ -93,21 +85,23 @@ def band_tiles(
         yield from _square(begin, count, own, keys, "causal")
         first, last = max(own + count - reach, 0), min(own, keys)
         for start in range(first, last, columns or max(last - first, 1)):
-            yield Tile(slice(begin, end), slice(start, min(start + (columns or last), last)), "none")
+            yield AttentionBlock(
+                slice(begin, end), slice(start, min(start + (columns or last), last)), "none"
+            )
         yield from _square(begin, count - 1, own - reach + 1, keys, "reversed")
 
 
-def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterator[Tile]:
+def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterator[AttentionBlock]:
     """Yield tiles for the existing keys of the square of `count` queries from `begin`, keys from `place`."""
     first, last = max(place, 0) - place, min(place + count, keys) - place
     if first >= last:
         return
     visible = slice(place + first, place + last)
-    yield Tile(slice(begin + first, begin + last), visible, mask)
+    yield AttentionBlock(slice(begin + first, begin + last), visible, mask)
     # Of queries outside the existing part of the diagonal, those on the side of the mask see all keys.
     rest = slice(begin + last, begin + count) if mask == "causal" else slice(begin, begin + first)
     if rest.start < rest.stop:
-        yield Tile(rest, visible, "none")
+        yield AttentionBlock(rest, visible, "none")
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class AttentionRule:
         """Return the first key that a query at a position sees."""
         return max(0, position - self.window + 1) if self.window else 0
 
-    def tiles(self, query: Tensor, queries: int, keys: int, distance: int = 0) -> Iterator[Tile]:
+    def tiles(self, query: Tensor, queries: int, keys: int, distance: int = 0) -> Iterator[AttentionBlock]:
         """Yield the tiles of `band_tiles` for this rule, in sizes that are fast for a device and format.
 
         Args:
@@ -161,7 +155,7 @@ class AttentionRule:
             key: All keys.
             value: All values.
         """
-        batch, queries, keys, mask = block
+        queries, keys, mask, batch = block
         query, key, value = query[queries, batch], key[keys, batch], value[keys, batch]
         if self.cap:
             return self._capped(query, key, value, mask)
@@ -187,7 +181,7 @@ class AttentionRule:
             output: Output of all queries over all keys, not only those of the block.
             log_sum: Log-sum-exp of all queries over all keys, [b, heads, s].
         """
-        batch, queries, keys, mask = block
+        queries, keys, mask, batch = block
         output_gradient, output = output_gradient[queries, batch], output[queries, batch]
         query, key, value = (x[rows, batch] for x, rows in zip(operands, (queries, keys, keys), strict=True))
         log_sum = log_sum[batch, :, queries]
@@ -287,12 +281,12 @@ class PartialAttention:
 
     def store(self, block: AttentionBlock, output: Tensor, log_sum: Tensor) -> None:
         """Store the result of the queries of a block, to which nothing was added yet."""
-        batch, queries, *_ = block
+        queries, batch = block.queries, block.batch
         self.output[queries, batch], self.log_sum[batch, :, queries] = output, log_sum
 
     def add(self, block: AttentionBlock, output: Tensor, log_sum: Tensor) -> None:
         """Add the result of the queries of a block over its keys."""
-        batch, queries, *_ = block
+        queries, batch = block.queries, block.batch
         merge(self.output[queries, batch], self.log_sum[batch, :, queries], output, log_sum)
 
     def add_sinks(self, sinks: Tensor) -> None:

@@ -84,7 +84,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         else:
             gradients = [x.new_empty(x.shape) for x in (query, key, value)]
         for block in blocks.of(query):
-            batch, queries, keys, _ = block
+            queries, keys, _, batch = block
             block_gradients = blocks.rule.attend_block_backward(
                 block, output_gradient, (query, key, value), output, log_sum
             )

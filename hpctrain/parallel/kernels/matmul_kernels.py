@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -192,35 +193,27 @@ KERNELS: Mapping[str, MatmulKernel] = MappingProxyType(
 """Kernels by their name in the deck. The first of those that are equally fast is chosen."""
 
 
+@dataclass(eq=False)
 class KernelTable:
     """Choice of a kernel for each pass of each matrix shape [n, k].
 
-    Args:
+    Attributes:
         default: Kernel of matrices without an entry.
         reuse_converted: True to convert a constant matrix to fp32 only once. Only matrices that are always in
             memory allow this.
         chosen: Kernels by pass and shape.
         stored_choices: Names of the chosen kernels by the name of the measurement, for checkpoints.
         note: Origin of the choice, in words.
-
-    Attributes:
         constant_period: Number of the current period in which matrices do not change. None outside of them.
     """
 
-    def __init__(
-        self,
-        default: MatmulKernel = LIBRARY,
-        reuse_converted: bool = False,
-        chosen: Mapping[PassShape, MatmulKernel] | None = None,
-        stored_choices: Mapping[str, str] | None = None,
-        note: str = "",
-    ) -> None:
-        self.default, self.reuse_converted = default, reuse_converted
-        self.chosen = {} if chosen is None else dict(chosen)
-        self.stored_choices = {} if stored_choices is None else dict(stored_choices)
-        self.note = note
-        self.constant_period: int | None = None
-        self._periods = 0
+    default: MatmulKernel = LIBRARY
+    reuse_converted: bool = False
+    chosen: dict[PassShape, MatmulKernel] = field(default_factory=dict)
+    stored_choices: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    constant_period: int | None = field(default=None, init=False)
+    _periods: int = field(default=0, init=False)
 
     def kernel_for(self, kind: Pass, outputs: int, inputs: int) -> MatmulKernel:
         """Return the kernel for a pass of a matrix [outputs, inputs]."""

@@ -60,7 +60,7 @@ def test_tiles_cover_the_band_once() -> None:
         distance, window = chosen.randint(0, 14), chosen.randint(0, 16)
         most_rows, most_columns = chosen.choice(((0, 0), (1, 5), (3, 5), (5, 5), (3, 0)))
         covered = torch.zeros(queries, keys, dtype=torch.int)
-        for rows, columns, mask in band_tiles(queries, keys, distance, window, most_rows, most_columns):
+        for rows, columns, mask, _ in band_tiles(queries, keys, distance, window, most_rows, most_columns):
             tile = torch.ones_like(covered[rows, columns])
             assert tile.shape == (rows.stop - rows.start, columns.stop - columns.start) and tile.numel()
             assert mask == "none" or tile.shape[0] == tile.shape[1]
