@@ -15,6 +15,14 @@ reduce-scatter. What is saved for the backward pass is the piece, which is gathe
 One autograd function for each layer makes these calls. Of the sums, only that of the column layer's input
 gradient overlaps with computation: it starts before the weight gradient is computed and added to the gradient
 buffer of the bucket. Activations are sequence first, so that pieces of a sequence are contiguous.
+
+The classes of linear layers, of which each has one product (`Matmul`):
+
+    SplitLinear             fused weights, their biases and adapters
+    ├── ColumnLinear        split by output features
+    ├── RowLinear           split by input features
+    ├── ReplicatedLinear    not split                            (replicated_linear.py)
+    └── ReplacementLinear   replacement of a module's own layer  (model/modules/)
 """
 
 from __future__ import annotations
