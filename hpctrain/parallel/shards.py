@@ -165,9 +165,7 @@ def split_shard(name: str, *dims: int | Partition, axes: frozenset[str] = frozen
         axes: Mesh axes whose ranks split the tensor.
     """
     partitions = [Partition(each, 0, each) if isinstance(each, int) else each for each in dims]
-    copies, unit = (
-        prod(numbers) for numbers in zip(*((p.replicas, p.unit) for p in partitions), strict=True)
-    )
+    copies = prod(each.replicas for each in partitions)
     return Shard(
         name,
         tuple(each.size for each in partitions),
@@ -176,7 +174,7 @@ def split_shard(name: str, *dims: int | Partition, axes: frozenset[str] = frozen
         split=axes,
         partial=axes if copies > 1 else frozenset(),
         copies=copies,
-        unit=unit,
+        unit=prod(each.unit for each in partitions),
     )
 
 
