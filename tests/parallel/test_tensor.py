@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
 from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue, compute_all
 from hpctrain.parallel.matmul import join_neighbors
-from hpctrain.parallel.shards import Partition
+from hpctrain.parallel.shards import Partition, split_shard
 from tests.engines import LLAMA, small_deck, trainer
 
 
@@ -65,3 +65,11 @@ def test_rows_of_heads_are_split_or_shared(world: World) -> None:
     assert (split.start, split.local, split.replicas) == (world.rank * 6, 6, 1)
     shared = Partition.split(4, group, unit=4)
     assert (shared.start, shared.local, shared.replicas) == (0, 4, world.size)
+
+
+def test_a_shard_has_the_partitions_of_its_dims() -> None:
+    shard = split_shard("a", Partition(8, 4, 4), 2, Partition(6, 0, 3), axes=frozenset({"expert"}))
+    assert (shard.shape, shard.start, shard.local) == ((8, 2, 6), (4, 0, 0), (4, 2, 3))
+    assert shard.split == {"expert"} and not shard.partial and (shard.copies, shard.unit) == (1, 1)
+    shared = split_shard("a", Partition(4, 0, 4, replicas=2, unit=4), 5)
+    assert shared.split == shared.partial == {"tensor"} and (shared.copies, shared.unit) == (2, 4)
