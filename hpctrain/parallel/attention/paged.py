@@ -239,19 +239,12 @@ class LayerPages:
         scores = None if inputs.sinks is None else inputs.sinks.float()
         query, key, value = (with_contiguous_features(x) for x in (inputs.query, inputs.key, inputs.value))
         output, text_pages = query.new_empty(query.shape), places.tables.shape[1]
-        stored = (
-            self.keys,
-            self.values,
-            places.texts,
-            places.positions,
-            places.rotations,
-            places.tables,
-        )
+        new = places.texts, places.positions, places.rotations, places.tables
         paged = Paged(
             attention_arguments(query, key, inputs.tables, rule, scores),
             text_pages,
             self.keys.element_size(),
-            *(x.data_ptr() for x in stored),
+            *(x.data_ptr() for x in (self.keys, self.values, *new)),
         )
         memory = torch.empty(HIGHEST * (text_pages * PAGE + 2 * self.layout.width))
         functions.library.attend_paged(paged, *map(heads_of, (query, key, value, output)), memory)
