@@ -135,14 +135,14 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name, old in (("hpctrain-compiler-old", True), ("hpctrain-compiler-new", False), ("other", True)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "output").write_text("")
+        (tmp_path / name / "library.so").write_text("")
         if old:
             os.utime(tmp_path / name, (0, 0))
     (tmp_path / "hpctrain-compiler-link").symlink_to(tmp_path / "other")
     compile_library(SOURCE)
     left = {"hpctrain-compiler-new", "hpctrain-compiler-link", "other"}
     assert {each.name for each in tmp_path.iterdir()} == left
-    assert (tmp_path / "other" / "output").exists()
+    assert (tmp_path / "other" / "library.so").exists()
 
 
 def test_a_silent_compiler_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
