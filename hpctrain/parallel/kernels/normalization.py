@@ -6,7 +6,7 @@ normalized features again, so that only the input and one or two numbers per row
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +28,8 @@ def normalize(
         epsilon: Number that is added to the variance or the mean square.
         offset: Number that is added to the weight.
     """
-    result: Tensor = apply_function(_Normalization, x, weight, bias, _Settings(centered, epsilon, offset))
+    result: Tensor = apply_function(_Normalization, x, weight, bias, centered, epsilon, offset)
     return result
-
-
-class _Settings(NamedTuple):
-    """Arguments of `normalize` that are no operands."""
-
-    centered: bool
-    epsilon: float
-    offset: float
 
 
 class _Normalization(torch.autograd.Function):
@@ -46,19 +38,25 @@ class _Normalization(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: _Settings
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        centered: bool,
+        epsilon: float,
+        offset: float,
     ) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = wide.mean(-1, keepdim=True) if settings.centered else None
+        mean = wide.mean(-1, keepdim=True) if centered else None
         if mean is not None:
             wide = wide - mean
-        inverse = (wide.square().mean(-1, keepdim=True) + settings.epsilon).rsqrt()
+        inverse = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
         result = wide * inverse
         if weight is not None:
-            result.mul_(weight.to(wide.dtype) + settings.offset)
+            result.mul_(weight.to(wide.dtype) + offset)
         if bias is not None:
             result.add_(bias.to(wide.dtype))
-        ctx.settings = settings
+        ctx.offset = offset
         ctx.save_for_backward(x, weight, inverse, mean)
         return result.to(x.dtype)
 
@@ -74,12 +72,12 @@ class _Normalization(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = _sum_rows(wide).to(gradient.dtype)
         if weight is not None:
-            wide = wide * (weight.to(wide.dtype) + ctx.settings.offset)
+            wide = wide * (weight.to(wide.dtype) + ctx.offset)
         projection = (wide * normal).mean(-1, keepdim=True)
         grad_x = wide - normal * projection
         if mean is not None:
             grad_x -= wide.mean(-1, keepdim=True)
-        return (grad_x * inverse).to(x.dtype), grad_weight, grad_bias, None
+        return (grad_x * inverse).to(x.dtype), grad_weight, grad_bias, None, None, None
 
 
 def _sum_rows(x: Tensor) -> Tensor:
