@@ -785,8 +785,9 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
 /* Cache of keys and values in pages of PANEL tokens.
  *
  * A page holds for each group the keys [width, PANEL] after the rotary embedding, with `key_element` bytes each, and
- * the values [PANEL, width] in the type of `of`. Row i of a forward pass is the token at `positions[i]` of the text
- * `texts[i]`; it is unused if that is negative. `rotations[i]` is its row in the tables of the rotary embedding. `tables` [texts, text_pages] lists the pages of each text. */
+ * the values [PANEL, width] in the type of `element`. Row i of a forward pass is the token at `positions[i]` of the
+ * text `texts[i]`; it is unused if that is negative. `rotations[i]` is its row in the tables of the rotary embedding.
+ * `tables` [texts, text_pages] lists the pages of each text. */
 typedef struct {
     Attention attention;
     int64_t text_pages;
