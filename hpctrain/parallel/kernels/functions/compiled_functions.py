@@ -45,7 +45,7 @@ class CompiledFunctions(LayerFunctions):
 
     @property
     def library(self) -> ctypes.CDLL:
-        """The library. Its functions take tensors, numbers and structures, as `FUNCTIONS` declares them."""
+        """Compiled library. Its functions take tensors, numbers and structures, see `FUNCTIONS`."""
         assert self._library is not None, "these functions only serve a plan"
         return self._library
 
