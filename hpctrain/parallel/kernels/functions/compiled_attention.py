@@ -41,12 +41,12 @@ class _Options(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """What attends only to itself: all sequences, or a document of packed ones.
+    """Sequences, or one document of packed ones, that attend only to themselves.
 
     Attributes:
         selection: Positions and rows of the batch.
         tables: Tables of a Rotary for these positions, or none.
-        log_sums: Memory of its log-sum-exps [rows, heads, length], and of all later ones.
+        log_sums: Memory of their log-sum-exps [rows, heads, length], and of all later ones.
     """
 
     selection: tuple[slice, slice]
