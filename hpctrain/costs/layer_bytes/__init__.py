@@ -15,7 +15,7 @@ other functions whose defaults are not right.
 | embedding, output layers | `vocabulary_bytes.py` |
 | linear layers, adapters | `linear_bytes.py` |
 | matrix products and their kernels, 8-bit products | `matmul_bytes.py` |
-| 16-bit products that a CPU's library has compiled | `prepared_products.py` |
+| products that oneDNN has prepared on a CPU | `prepared_products.py` |
 | layers of modules that users bring | `module_bytes.py` |
 
 A user's module is a black box. `module_trace.py` runs a part of it on torch's device "meta" and records what

@@ -1,6 +1,7 @@
-"""Bytes that the library of a CPU keeps for the 16-bit products that it has prepared.
+"""Bytes that oneDNN keeps for the products that it has prepared on a CPU.
 
-oneDNN prepares a product for each number of rows and each matrix, and keeps what it has compiled.
+It prepares a product for each number of rows and each matrix, and keeps what it has compiled. It computes all
+products of 16-bit matrices that are not converted, and fp32 products of the kernels that are named after it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes
 from hpctrain.costs.layer_bytes.mixture_bytes import padded_row_counts
 from hpctrain.model.part import Layer
 from hpctrain.parallel.experts.expert_layer import Experts
-from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
+from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel, MatmulKernel, OneDnn, Pass
 from hpctrain.parallel.matmul import Matmul
 
 _MOST_PRODUCTS = 1024
@@ -28,14 +29,14 @@ _PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 
 def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes, product_bytes: int) -> int:
-    """Return the bytes of the products that layers prepare; 0 unless a CPU computes in 16 bits.
+    """Return the bytes of the products that layers prepare; 0 on a GPU.
 
     Args:
         layers: Layers of one rank.
         sizes: Sizes of a micro-batch on the rank.
         product_bytes: Bytes of a prepared product, which do not depend on its size.
     """
-    if sizes.gpu or sizes.itemsize > 2:
+    if sizes.gpu:
         return 0
     products = {each for layer in layers for each in _prepared_products(layer, sizes)}
     of_experts = sum(1 for *_, row_count in products if row_count)
@@ -47,6 +48,8 @@ def _prepared_products(layer: Layer, sizes: ActivationSizes) -> Iterator[tuple[P
     """Yield pass, outputs and inputs of the products of a layer, and a number for each number of rows."""
     for module in layer.modules():
         if isinstance(module, Experts):
+            if sizes.itemsize > 2:
+                continue
             for weight in (module.gate_up, module.down):
                 _, *outputs, inputs = weight.shard.local
                 for rows in range(padded_row_counts(module, sizes)):
@@ -54,5 +57,11 @@ def _prepared_products(layer: Layer, sizes: ActivationSizes) -> Iterator[tuple[P
         elif type(product := getattr(module, "product", None)) is Matmul:
             table = product.layer_context.products.kernels
             for each in _PASSES:
-                if type(table.kernel_for(each, *product.shape)) is MatmulKernel:
+                if _prepares(table.kernel_for(each, *product.shape), sizes):
                     yield (each, *product.shape, 0)
+
+
+def _prepares(kernel: MatmulKernel, sizes: ActivationSizes) -> bool:
+    """Return True if oneDNN computes the products of a kernel."""
+    inner = kernel.inner if isinstance(kernel, Fp32Kernel) else kernel
+    return isinstance(inner, OneDnn) or (type(kernel) is MatmulKernel and sizes.itemsize == 2)

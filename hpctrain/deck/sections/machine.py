@@ -62,7 +62,7 @@ class Machine(Section):
         ge=1,
     )
     prepared_product: Bytes = key(
-        "Memory that a CPU's library keeps for each 16-bit matrix product that it has prepared, for plans.",
+        "Memory that oneDNN keeps for each matrix product that it has prepared on a CPU, for plans.",
         570_000,
         unit="bytes",
         ge=0,

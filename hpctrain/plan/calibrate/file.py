@@ -16,7 +16,7 @@ _UNITS = {
     "ranks_per_node": "ranks per node in the measurement",
     "memory": "bytes per rank",
     "memory_bandwidth": "bytes/s that a rank reads and writes in memory",
-    "prepared_product": "bytes that a CPU's library keeps for each prepared 16-bit product",
+    "prepared_product": "bytes that oneDNN keeps for each prepared matrix product",
     "launch": "minimum seconds per operation",
     "fixed": "fixed seconds per step",
     "optimizer": "elements/s per rank",

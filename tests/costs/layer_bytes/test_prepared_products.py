@@ -1,4 +1,4 @@
-"""Products in 16 bits that a CPU's library prepares: each matrix in each pass, and each number of rows."""
+"""Products that oneDNN prepares on a CPU: each matrix in each pass, and each number of rows."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def test_each_matrix_is_prepared_once_in_each_pass(world: World) -> None:
     assert prepared(world) == 3 * 5
     assert prepared(world, "model.layers=5") == 3 * 5
     assert prepared(world, "precision.compute=fp32") == prepared(world, gpu=True) == 0
+
+
+def test_products_in_fp32_are_prepared_by_onednn_alone(world: World) -> None:
+    experts = ("model.experts.count=4", "model.experts.mlp=40")
+    assert prepared(world, "precision.compute=fp32", "machine.products=onednn") == 3 * 5
+    assert prepared(world, "precision.compute=fp32", "machine.products=onednn", *experts) == 3 * 3
+    assert prepared(world, "machine.products=fp32-onednn") == 3 * 5
+    assert prepared(world, "machine.products=fp32") == 0
 
 
 def test_experts_have_several_numbers_of_rows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
