@@ -29,13 +29,19 @@ def _factor(layer: FeedForward, sizes: ActivationSizes) -> list[SavedStorage]:
 
 @workspace_bytes.register
 def _feed_forward_workspace(layer: FeedForward, sizes: ActivationSizes) -> int:
-    """Return the temporary bytes of the backward pass.
+    """Return the temporary bytes of the backward pass, beside all that is saved.
 
-    They are gradients of the hidden states, before and after, and of the widest features between, and what
-    the matrix products need.
+    The peak is in the products of the down projection, in the activation, or in the products of the up
+    projection, when what the layer saves is gone. Gradients of the hidden states, before and after, and of
+    the features between exist besides.
     """
-    passing = max(product_workspace(each.product, sizes.tokens, sizes) for each in (layer.up, layer.down))
-    return sizes.features(sum(layer.up.split_sizes) + 2 * _hidden(layer)).bytes + passing
+    hidden, expanded = (
+        sizes.features(count).bytes for count in (2 * _hidden(layer), sum(layer.up.split_sizes))
+    )
+    down, up = (product_workspace(each.product, sizes.tokens, sizes) for each in (layer.down, layer.up))
+    activated = sizes.features(layer.up.split_sizes[-1]).bytes
+    freed = total(saved_storages(layer, sizes))
+    return hidden + max(activated + down, expanded, expanded + up - freed)
 
 
 def transient_bytes(layer: FeedForward, sizes: ActivationSizes) -> tuple[int, int]:
