@@ -7,6 +7,7 @@ in groups of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hpctrain.comm.group import Group
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.block import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixtures.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.backward.autograd import apply_function
+from hpctrain.parallel.backward.autograd import apply_function, exchange
 from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import row_unit
@@ -64,7 +64,8 @@ class Mixture(nn.Module):
         own = slice(first, first + sizes[self.layer_context.tensor.rank])
         flat = x.flatten(0, 1)
         split = self.layer_context.tensor.size > 1 and not self.layer_context.sequence_parallel
-        rows = _LocalRows.apply(flat, self.layer_context.tensor, sizes) if split else flat
+        take, gather = partial(self._take_local_rows, sizes), partial(self._gather_rows, sizes)
+        rows = exchange(flat, take, gather) if split else flat
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             # Backward must run through both ends of the exchange, even if all before it is frozen.
             rows = rows if rows.requires_grad else rows.detach().requires_grad_()
@@ -86,9 +87,17 @@ class Mixture(nn.Module):
         compute = partial(self.experts, segments=dispatch.segments, deferred_work=dispatch.deferred_work)
         results = residency.run_layer(self.experts.gate_up, compute, dispatch.receive(coming))
         combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
-        whole: Tensor = _GatheredRows.apply(combined, self.layer_context.tensor, sizes) if split else combined
+        whole = exchange(combined, gather, take) if split else combined
         output = whole.view_as(x)
         return output if shared is None else output + shared
+
+    def _take_local_rows(self, sizes: Sequence[int], rows: Tensor) -> Tensor:
+        """Return the rows of this rank among rows that all tensor ranks have: rank i has `sizes[i]` rows."""
+        return rows.split(list(sizes))[self.layer_context.tensor.rank]
+
+    def _gather_rows(self, sizes: Sequence[int], rows: Tensor) -> Tensor:
+        """Return the rows of all tensor ranks. Collective over them."""
+        return self.layer_context.tensor.all_gather(rows, sizes=sizes)
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
@@ -143,30 +152,3 @@ class _Gate(torch.autograd.Function):
             of_weight = (of_product.flatten(0, 1).t() @ x.flatten(0, 1).float()).to(weight.dtype)
         of_x = of_product.to(x.dtype) * weight.view(-1) if ctx.needs_input_grad[1] else None
         return (gradient * gate).to(shared.dtype), of_x, of_weight
-
-
-class _LocalRows(torch.autograd.Function):
-    """Slice of rows [n, h] that all ranks have: rank i has `sizes[i]` rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, sizes: list[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        own: Tensor = rows.split(sizes)[group.rank]
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.all_gather(gradient, sizes=ctx.sizes), None, None
-
-
-class _GatheredRows(torch.autograd.Function):
-    """The rows of all ranks, gathered from slices of `sizes[i]` rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, sizes: list[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return group.all_gather(rows, sizes=sizes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.split(ctx.sizes)[ctx.group.rank], None, None

@@ -1,7 +1,8 @@
-"""Helpers for autograd functions: cheap calls without gradients, and the start of a backward pass."""
+"""Helpers for autograd functions: cheap calls, exchanges among ranks, and the start of a backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,32 @@ class _NoContext:
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         """Save nothing."""
+
+
+def exchange(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `forward(x)`, whose backward pass applies `backward` to the gradient.
+
+    The functions make opposite exchanges among ranks, such as to gather a tensor and to take a slice of it.
+    """
+    result: Tensor = _ExchangeAutograd.apply(x, forward, backward)
+    return result
+
+
+class _ExchangeAutograd(torch.autograd.Function):
+    """Exchange of a tensor among ranks, and the opposite exchange of its gradient."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.exchange_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange_gradient(gradient), None, None
 
 
 class BackwardStart:

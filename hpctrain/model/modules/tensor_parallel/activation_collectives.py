@@ -18,7 +18,6 @@ gradient is complete on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
+from hpctrain.parallel.backward.autograd import exchange
 from hpctrain.parallel.layer_context import LayerContext
 
 
@@ -38,10 +38,8 @@ def enter_split(layer_context: LayerContext, x: Tensor) -> Tensor:
         x: Complete activations, or this rank's slice [b, s/t, ...] under sequence parallelism.
     """
     if not layer_context.sequence_parallel:
-        return _exchange(
-            x, lambda x: x.view_as(x), lambda gradient: layer_context.tensor_sum(_copy(gradient))
-        )
-    return _exchange(
+        return exchange(x, lambda x: x.view_as(x), lambda gradient: layer_context.tensor_sum(_copy(gradient)))
+    return exchange(
         x,
         lambda x: transpose_sequence(layer_context.gather_sequence(transpose_sequence(x))),
         lambda gradient: transpose_sequence(layer_context.tensor_sum(transpose_sequence(gradient))),
@@ -50,17 +48,17 @@ def enter_split(layer_context: LayerContext, x: Tensor) -> Tensor:
 
 def scatter_sequence(tensor: Group, x: Tensor) -> Tensor:
     """Return this rank's slice [b, s/t, ...] of a complete x [b, s, ...]."""
-    return _exchange(x, partial(_local_slice, tensor, 1), partial(_gather_sequence, tensor))
+    return exchange(x, partial(_local_slice, tensor, 1), partial(_gather_sequence, tensor))
 
 
 def gather_sequence(tensor: Group, x: Tensor) -> Tensor:
     """Return the complete x [b, s, ...] from the ranks' slices [b, s/t, ...]."""
-    return _exchange(x, partial(_gather_sequence, tensor), partial(_local_slice, tensor, 1))
+    return exchange(x, partial(_gather_sequence, tensor), partial(_local_slice, tensor, 1))
 
 
 def split_features(tensor: Group, x: Tensor) -> Tensor:
     """Return this rank's slice [..., n/t] of the features of a complete x [..., n]."""
-    return _exchange(x, partial(_local_slice, tensor, -1), partial(_gather_features, tensor))
+    return exchange(x, partial(_local_slice, tensor, -1), partial(_gather_features, tensor))
 
 
 def gather_features(tensor: Group, x: Tensor, size: int) -> Tensor:
@@ -73,7 +71,7 @@ def gather_features(tensor: Group, x: Tensor, size: int) -> Tensor:
         padded[..., : features.shape[-1]] = features
         return padded
 
-    return _exchange(x, lambda x: _gather_features(tensor, x)[..., :size].contiguous(), local_slice)
+    return exchange(x, lambda x: _gather_features(tensor, x)[..., :size].contiguous(), local_slice)
 
 
 def enter_split_pair(layer_context: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,27 +97,6 @@ def transpose_sequence(x: Tensor) -> Tensor:
             f"{list(x.shape)}"
         )
     return x.transpose(0, 1).contiguous()
-
-
-def _exchange(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `forward(x)`, whose backward pass applies `backward` to the gradient."""
-    result: Tensor = _ActivationExchange.apply(x, forward, backward)
-    return result
-
-
-class _ActivationExchange(torch.autograd.Function):
-    """Exchange of a tensor among ranks, and the opposite exchange of its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.exchange_gradient = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange_gradient(gradient), None, None
 
 
 class _EnterSplitPair(torch.autograd.Function):
