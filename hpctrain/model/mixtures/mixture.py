@@ -93,7 +93,8 @@ class Mixture(nn.Module):
 
     def _take_local_rows(self, sizes: Sequence[int], rows: Tensor) -> Tensor:
         """Return the rows of this rank among rows that all tensor ranks have: rank i has `sizes[i]` rows."""
-        return rows.split(list(sizes))[self.layer_context.tensor.rank]
+        local: Tensor = rows.split(list(sizes))[self.layer_context.tensor.rank]
+        return local
 
     def _gather_rows(self, sizes: Sequence[int], rows: Tensor) -> Tensor:
         """Return the rows of all tensor ranks. Collective over them."""
