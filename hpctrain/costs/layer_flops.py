@@ -12,9 +12,9 @@ from hpctrain.deck.schema import Deck
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
 from hpctrain.model.modules.module_layers import ModuleLayer
-from hpctrain.model.multi_token import PredictionModule
 from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.part import Layer
+from hpctrain.model.prediction_module import PredictionModule
 from hpctrain.model.shape import Recomputed
 from hpctrain.model.transformer import Predictor
 

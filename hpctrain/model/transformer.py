@@ -37,7 +37,6 @@ from hpctrain.model.attention.rotary import Rotary
 from hpctrain.model.block import PassContext, TransformerBlock, TransformerLayer
 from hpctrain.model.inputs import ModelInputs, field_ahead
 from hpctrain.model.mixtures.mixture_block import MixtureBlock
-from hpctrain.model.multi_token import prediction_modules
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import (
     Computed,
@@ -48,6 +47,7 @@ from hpctrain.model.part import (
     parameters_by_module,
     parameters_in,
 )
+from hpctrain.model.prediction_module import prediction_modules
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.saved_policy import LayerPass
 from hpctrain.parallel.layer_context import LayerContext

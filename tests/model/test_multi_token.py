@@ -1,6 +1,6 @@
 """Modules of multi-token prediction: against autograd in plain torch, on layouts, and their memory.
 
-Tests of objective/multi_token.py beside model/multi_token.py and model/transformer.py.
+Tests of objective/multi_token.py beside model/prediction_module.py and model/transformer.py.
 Tests of costs/layer_bytes/vocabulary_bytes.py beside objective/multi_token.py.
 """
 

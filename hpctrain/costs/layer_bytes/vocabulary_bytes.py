@@ -9,7 +9,7 @@ from hpctrain.costs.layer_bytes.byte_functions import deferred_bytes, saved_stor
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
 from hpctrain.model.block import TransformerBlock
-from hpctrain.model.multi_token import PredictionModule
+from hpctrain.model.prediction_module import PredictionModule
 from hpctrain.model.transformer import Embedding, Predictor
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows

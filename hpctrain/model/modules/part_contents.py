@@ -76,10 +76,10 @@ def contents_of_part(
     """
     stage = StageSlice(find_call_order(architecture), span) if architecture.cut else None
     placeholder = layer_context.data.empty((), architecture.storage).zero_()
-    replacement = _ParameterReplacement(
+    make = _ParameterReplacement(
         stage, partial_gradients, {*linear_parameters(module)}, shared_parameters, placeholder
     )
-    names = _replace_parameters(module, replacement)
+    names = _replace_parameters(module, make)
     linear_layers = replace_linear_layers(module, layer_context)
     all_blocks = find_blocks(module, architecture.pattern)
     numbered = enumerate(all_blocks.items())
