@@ -92,6 +92,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"packed": {"split": "row", "parts": 3}},
         'unknown option parts of the style "row" (it has none)',
     ),
+    "packed and gathered": (
+        {"packed": {"split": "gathered column", "parts": 3}},
+        'unknown option parts of the style "gathered column" (it has none)',
+    ),
     "no number": ({"packed": {"split": "column", "unit": 0}}, "unit must be a whole number above 0"),
     "expert": ({"packed": "expert"}, 'packed has the class Linear, for which "expert" is unsupported'),
     "kind": ({"act": "column"}, 'act has the class GELU, which does not support "column" (nn.Linear and'),
