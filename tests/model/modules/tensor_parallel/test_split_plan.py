@@ -53,6 +53,7 @@ class Several(nn.Module):
         self.same = self.packed
         self.act = nn.GELU()
         self.outer = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+        self.narrow = nn.Linear(4, 3)
 
 
 def plan(given: dict[str, Any], ranks: int = 2, pieces: bool = False) -> SplitPlan:
@@ -167,6 +168,10 @@ def test_a_wrong_plan_is_told_in_a_sentence(case: str) -> None:
 def test_all_that_is_wrong_is_told_at_once() -> None:
     given = {"pakced": "column", "act": "row", "heads": "divided", "odd": "colum"}
     assert len(plan(given).problems) == 4
+
+
+def test_rows_divide_inputs_alone() -> None:
+    assert plan({"narrow": "row"}).problems == ()
 
 
 def test_units_are_shared_by_as_many_ranks() -> None:
