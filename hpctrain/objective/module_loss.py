@@ -135,7 +135,7 @@ class UserLoss(Objective):
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        """Divide the loss by the actual count per expected one, in place, and return this ratio.
+        """Divide the loss by the function's count over the expected one, in place. Return this ratio.
 
         Raises:
             HpctrainError: The counts add up to 0, a negative number, or one that is not finite.

@@ -40,9 +40,9 @@ class PairObjective(Objective):
 def pair_sums(
     present: Tensor, losses: Tensor, margin: Tensor, chosen: Tensor, rejected: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of pairs, with its graph, and the sums of the metrics, fp64.
+    """Return the sum of the losses of pairs, which has a gradient, and the sums of the metrics, fp64.
 
-    The second tensor has no graph. It is in the order of `metrics`, and ends with the number of pairs.
+    The sums of metrics have no gradient. They are in the order of `metrics` and end with the number of pairs.
 
     Args:
         present: For each pair [pairs], whether it counts.

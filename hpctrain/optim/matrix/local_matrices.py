@@ -46,7 +46,7 @@ class LocalMatrices:
 
     @staticmethod
     def of(rule: MatrixRule, bucket: Bucket, segment: BucketSegment, master: Tensor) -> LocalMatrices:
-        """Make the state of this rank's matrices of a parameter.
+        """Return this rank's matrices of a parameter, with new state, when an optimizer is made.
 
         Collective over the ranks that hold pieces of the parameter.
 
