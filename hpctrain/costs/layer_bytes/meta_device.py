@@ -43,6 +43,10 @@ OperationListener = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Non
 class MetaMode(TorchDispatchMode):
     """Dispatch mode that puts all results on "meta", whatever device is asked for.
 
+    So no result takes memory, but only small ones have known values. The pass that finds the order of calls
+    (`model/modules/pipeline/call_order.py`) has a mode of its own. In that one, tensors that depend on no
+    parameter stay in host memory, so that code may use their values whatever their size.
+
     Args:
         on_operation: Function that is called with each operation, its arguments, and its result.
     """
