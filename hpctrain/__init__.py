@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
-    from hpctrain.generate.loaded import GenerationModel, load
+    from hpctrain.generate.generation_model import GenerationModel, load
     from hpctrain.report.series import metrics
 
 __version__ = "0.1.0"
@@ -45,11 +45,11 @@ __all__ = [
 _MODULES = {
     "Checkpoint": "checkpoint.lazy",
     "DeckDefaults": "api",
-    "GenerationModel": "generate.loaded",
+    "GenerationModel": "generate.generation_model",
     "HpctrainError": "errors",
     "World": "comm.world",
     "check": "api",
-    "load": "generate.loaded",
+    "load": "generate.generation_model",
     "make_deck": "api",
     "metrics": "report.series",
     "open_checkpoint": "checkpoint.lazy",

@@ -38,7 +38,7 @@ from hpctrain.deck.toml_text import deck_text, tables_to_toml, toml_compatible
 from hpctrain.deck.user_code import is_loaded_file
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, path_of, write_text
-from hpctrain.generate.loaded import GenerationModel, load
+from hpctrain.generate.generation_model import GenerationModel, load
 from hpctrain.host.mpi_library import MPI
 from hpctrain.report.series import metrics
 from hpctrain.text import either, kind_of

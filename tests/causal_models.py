@@ -32,10 +32,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import GeneratedText, continue_texts
+from hpctrain.generate.continuous_batching import GeneratedText, continue_texts
+from hpctrain.generate.model_loading import load_module
 from hpctrain.generate.module_passes import ModulePasses
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.generate.text import load_module_part
 from hpctrain.train.start import start_from_source
 from tests.engines import Trainer
 from tests.model.modules.module_decks import OPTIMIZER, STEPS, plain_loop
@@ -323,7 +323,7 @@ def assert_same_text(world: World, folder: Path) -> None:
     import_model(world, folder, folder.with_suffix(".h5"), True)
     state = read_state(folder.with_suffix(".h5"))
     deck = stored_deck(state, folder).with_keys(batch={"sequence": SEQUENCE})
-    part = load_module_part(world, folder.with_suffix(".h5"), deck)
+    part = load_module(world, folder.with_suffix(".h5"), deck)
     sampling = Sampling(tokens=TOKENS, temperature=0.0, seed=1)
     draw = KeyedSampler(sampling, deck.model.vocabulary or 0, str(folder), part.layer_context.tensor)
     texts = [GeneratedText([5 + 7 * number, 11, 3 + number], TOKENS, number) for number in range(3)]
@@ -334,7 +334,7 @@ def assert_same_text(world: World, folder: Path) -> None:
         model, found = plain_model(folder).eval(), list[list[int]]()
         with torch.no_grad():
             for text in texts:
-                tokens = text.tokens[: text.given]
+                tokens = text.tokens[: text.prompt_length]
                 for _ in range(TOKENS):
                     tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
                 found.append(tokens)

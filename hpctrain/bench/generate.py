@@ -30,10 +30,11 @@ from hpctrain.engine.build import build_engine
 from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_texts
-from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
+from hpctrain.generate.batch_invariance import min_invariant_rows
+from hpctrain.generate.cached_passes import CachedPasses, can_cache
+from hpctrain.generate.continuous_batching import ForwardPasses, GeneratedText, continue_texts
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.generate.text import TEXTS_AT_A_TIME
+from hpctrain.generate.text_model import MAX_CONCURRENT_TEXTS
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.text import counted, table
@@ -125,8 +126,9 @@ def _ours(world: World, deck: Deck, given: Tensor, tokens: int) -> dict[str, tup
 
 
 def _passes(model: Transformer, given: Tensor, tokens: int) -> CachedPasses:
-    places = max(1, min(TEXTS_AT_A_TIME, len(given)))
-    return CachedPasses(model, CachePlan.of(model, places, given.shape[1] + tokens), least_rows(model))
+    places = max(1, min(MAX_CONCURRENT_TEXTS, len(given)))
+    plan = CachePlan.of(model, places, given.shape[1] + tokens)
+    return CachedPasses(model, plan, min_invariant_rows(model))
 
 
 class _Alone(CachedPasses):
@@ -134,7 +136,7 @@ class _Alone(CachedPasses):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__(model, CachePlan.of(model, 1, 1), 1)
-        self.reach = 0
+        self.max_cached_length = 0
 
 
 def _continue(passes: ForwardPasses, given: Tensor, tokens: int, group: Group) -> None:

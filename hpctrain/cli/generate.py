@@ -116,18 +116,19 @@ def command(
     whole model and continues some of the texts.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.generate.generate_command import GenerateOptions
+    from hpctrain.generate.generate_command import generate as generate_texts
     from hpctrain.generate.prompts import PromptOptions
     from hpctrain.generate.sampling import Sampling
-    from hpctrain.generate.text import generate as generate_text
     from hpctrain.report.terminal import find_terminal
 
     device = options.pop("device")
-    source, sampling = PromptOptions(prompt, prompt_file, json_lines), Sampling(**options)
+    prompts = PromptOptions(prompt, prompt_file, json_lines)
+    generate_options = GenerateOptions(prompts, Sampling(**options), tensor, pipeline, chat)
     output = Output(terminal=find_terminal() is not None)
-    terminal = output.terminal
 
     def generate(world: World) -> None:
-        generate_text(world, target, source, sampling, output.show, terminal, tensor, pipeline, chat)
+        generate_texts(world, target, generate_options, output.show, live=output.terminal)
 
     run_verb(generate, device)
 

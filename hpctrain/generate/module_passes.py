@@ -1,4 +1,4 @@
-"""Passes of a module of `transformers` that continues texts: each token takes a pass over the whole text."""
+"""Forward passes of a module of `transformers`: each token takes a pass over the whole text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens, at_once
+from hpctrain.generate.continuous_batching import (
+    ForwardPasses,
+    GeneratedText,
+    PassTokens,
+    PendingTokens,
+    TokenSampler,
+    sample_now,
+)
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.modules.module_call import find_logits
 from hpctrain.model.modules.module_part import ModulePart
@@ -16,56 +24,58 @@ from hpctrain.model.modules.module_part import ModulePart
 
 @torch.no_grad()
 def module_logits(part: ModulePart, tokens: Tensor) -> Tensor:
-    """Return the logits [b, s, V] of tokens [b, s] by a module in one part.
+    """Return the logits [b, s, V] of tokens [b, s] by a module, all of which is on this rank.
 
     Raises:
         HpctrainError: The module returns no logits.
     """
-    given = tokens.to(part.layer_context.tensor.device)
-    fields = {"tokens": given, "targets": torch.full_like(given, -1)}
-    logits = find_logits(part(ModelInputs(fields, torch.arange(given.shape[1], device=given.device))))
+    tokens = tokens.to(part.layer_context.tensor.device)
+    fields = {"tokens": tokens, "targets": torch.full_like(tokens, -1)}
+    logits = find_logits(part(ModelInputs(fields, torch.arange(tokens.shape[1], device=tokens.device))))
     if logits is None or logits.dim() != 3:
         raise HpctrainError(f"{part.title}: returns no logits, so no text can be generated")
     return logits
 
 
-class ModulePasses:
-    """Passes of a module without a cache; see ForwardPasses. Local.
+class ModulePasses(ForwardPasses):
+    """Forward passes of a module without a cache. All methods are local.
 
     Args:
-        part: The module, whole on this rank.
-        places: Largest number of texts that grow at the same time.
+        part: The module, all of which is on this rank.
+        slot_count: Largest number of texts that are generated at the same time.
     """
 
-    reach = 0
-    rows = 1
-    turns = 1
+    max_cached_length = 0
+    max_tokens_per_pass = 1
+    group_count = 1
     longest_short_text: int | None = None
 
-    def __init__(self, part: ModulePart, places: int) -> None:
-        self.part, self.places = part, places
+    def __init__(self, part: ModulePart, slot_count: int) -> None:
+        self.part, self.slot_count = part, slot_count
         self.window = part.sequence
 
-    def open(self) -> int:
-        """Raise NotImplementedError: there is no cache."""
+    @override
+    def allocate_slot(self) -> int:
         raise NotImplementedError
 
-    def close(self, place: int) -> None:
-        """Raise NotImplementedError: there is no cache."""
+    @override
+    def free_slot(self, slot: int) -> None:
         raise NotImplementedError
 
-    def share(self, source: int, place: int, count: int) -> None:
-        """Raise NotImplementedError: there is no cache."""
+    @override
+    def share_prefix(self, source: int, slot: int, count: int) -> None:
         raise NotImplementedError
 
-    def cached(self, pieces: Sequence[PassTokens]) -> Tensor:
-        """Raise NotImplementedError: there is no cache."""
+    @override
+    def run_cached(self, pieces: Sequence[PassTokens]) -> Tensor:
         raise NotImplementedError
 
-    def windowed(self, tokens: Tensor) -> Tensor:
-        """Return the logits [b, V] of the tokens after windows, int64 [b, s]."""
+    @override
+    def run_windows(self, tokens: Tensor) -> Tensor:
         return module_logits(self.part, tokens)[:, -1]
 
-    def start_draw(self, draw: Draw, texts: Sequence[GeneratedText], logits: Tensor) -> Drawn:
-        """Draw the next tokens of texts from their logits."""
-        return at_once(draw, texts, logits)
+    @override
+    def start_sampling(
+        self, sampler: TokenSampler, texts: Sequence[GeneratedText], logits: Tensor
+    ) -> PendingTokens:
+        return sample_now(sampler, texts, logits)

@@ -26,9 +26,10 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
+from hpctrain.generate.model_loading import load_model, require_token_model
 from hpctrain.generate.prompts import Prompt
 from hpctrain.generate.sampling import Sampling
-from hpctrain.generate.text import TextModel, load_model, require_logits
+from hpctrain.generate.text_model import TextModel
 from hpctrain.post.rewards.reward import is_exact_match
 from hpctrain.post.task_rows import Choice, WrittenAnswer, is_choice, read_rows
 from hpctrain.report.terminal import columns
@@ -123,7 +124,7 @@ def evaluate_task(
     with world.agreement():
         deck = evaluation_deck(state, path, overrides, world.size)
         tokenizer = known_tokenizer(state, path)
-        require_logits(deck, path)
+        require_token_model(deck, path)
         if deck.model.module == CAUSAL_MODEL and of_choices:
             raise HpctrainError(f"{path}: tasks with choices are unsupported for modules of transformers")
         if deck.model.module not in {None, CAUSAL_MODEL}:
@@ -185,10 +186,10 @@ def _of_written(writer: TextModel, rows: Sequence[WrittenAnswer]) -> dict[str, A
     prompts = [Prompt(row.prompt, {"number": number}) for number, row in enumerate(rows)]
 
     def judged(prompt: Prompt, _: int, sample: Any) -> str:
-        right = is_exact_match(sample.text, rows[prompt.others["number"]].answers)
+        right = is_exact_match(sample.text, rows[prompt.other_keys["number"]].answers)
         return "right" if right else "wrong"
 
-    share = Accuracy([*writer.told_by_all(prompts, sampling, judged)].count("right"), len(rows))
+    share = Accuracy([*writer.format_samples(prompts, sampling, judged)].count("right"), len(rows))
     return {"rows": len(rows), "exact_match": share.share, "exact_match_error": share.error}
 
 

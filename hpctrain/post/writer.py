@@ -14,11 +14,12 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.auxiliary_decks import MOST_CONCURRENT_TEXTS
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import GeneratedText, continue_texts
-from hpctrain.generate.passes import CachedPasses, least_rows
+from hpctrain.generate.batch_invariance import min_invariant_rows
+from hpctrain.generate.cached_passes import CachedPasses
+from hpctrain.generate.continuation import Continuation
+from hpctrain.generate.continuous_batching import GeneratedText, continue_texts
+from hpctrain.generate.free_memory import fitting_slot_count, free_bytes_per_rank
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.generate.stopping import Continuation
-from hpctrain.generate.text import share_of_memory
 from hpctrain.host.memory import resident_bytes
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.room import demand_room
@@ -50,9 +51,9 @@ class AnswerWriter:
     cache: int = 0
 
     @cached_property
-    def least_rows(self) -> int:
-        """See the function of this name. Collective at first."""
-        return least_rows(self.part)
+    def min_rows(self) -> int:
+        """Result of `min_invariant_rows`. Collective over a copy's ranks when it is first used."""
+        return min_invariant_rows(self.part)
 
     def write(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> list[Answer]:
         """`sampling.samples` answers to each prompt, in their order, the same on all ranks. Collective.
@@ -91,22 +92,23 @@ class AnswerWriter:
             self.world.ledger.phase = "evaluation"  # a sign of life: a rollout may take longer than a hang
         found = []
         for text, written in growing.items():
-            ids, count = tuple(text.tokens), len(text.tokens) - text.given
-            found.append(Answer(text.number, text.sample, ids, count, written.finish(), written.why))
+            ids, count = tuple(text.tokens), len(text.tokens) - text.prompt_length
+            numbers = text.prompt_number, text.sample_number
+            found.append(Answer(*numbers, ids, count, written.finish(), written.finish_reason))
         return found
 
     def _passes(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> CachedPasses:
         """Those that all texts fit, of as many at a time as there is memory for. Collective."""
         longest = max(len(each.ids) for each in prompts) + sampling.tokens
         shares = -(-len(prompts) // self.copies) * sampling.samples
-        count, room = min(self.places, max(1, shares)), share_of_memory(self.world)
+        free_bytes = free_bytes_per_rank(self.world)
         # The training pass over an answer rotates by the length of the sequences, and the answer has to be
         # drawn from the same policy.
         plan_of = partial(CachePlan.of, self.part, tokens=longest, as_in_training=True)
-        while count > 1 and room is not None and plan_of(sequences=count).bytes > room // 2:
-            count //= 2
+        count = min(self.places, max(1, shares))
+        count = fitting_slot_count(count, lambda count: plan_of(sequences=count).bytes, free_bytes)
         plan = plan_of(sequences=count)
         advice = "a smaller policy.tokens needs a smaller key and value cache"
         demand_room(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
         self.cache = max(self.cache, plan.bytes)
-        return CachedPasses(self.part, plan, self.least_rows)
+        return CachedPasses(self.part, plan, self.min_rows)

@@ -17,8 +17,9 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.engine.choices.function_choice import compile_functions
-from hpctrain.generate.continuing import GeneratedText, continue_texts
-from hpctrain.generate.passes import CachedPasses, least_rows
+from hpctrain.generate.batch_invariance import min_invariant_rows
+from hpctrain.generate.cached_passes import CachedPasses
+from hpctrain.generate.continuous_batching import GeneratedText, continue_texts
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.host.c_libraries import open_library
 from hpctrain.model.part import LayerRange, logits_of
@@ -149,7 +150,9 @@ def compare(
     load(path / "model.h5", world.everyone, model_entries(buckets))
     copy_router_biases(theirs, model)
 
-    passes = CachedPasses(model, CachePlan.of(model, 3, 40), least_rows(model), rows=24)
+    passes = CachedPasses(
+        model, CachePlan.of(model, 3, 40), min_invariant_rows(model), max_tokens_per_pass=24
+    )
     draw = KeyedSampler(Sampling(temperature=0.0, seed=0), VOCABULARY, "", layer_context.tensor)
     texts = [GeneratedText(list(prompt), TOKENS) for prompt in PROMPTS]
     for _ in continue_texts(passes, texts, draw, lambda *_: False):
@@ -170,4 +173,4 @@ def compare(
                 use_cache=cached,
             )
             assert text.tokens == expected[0].tolist()
-    assert len({token for text in texts for token in text.tokens[text.given :]}) > 6
+    assert len({token for text in texts for token in text.tokens[text.prompt_length :]}) > 6

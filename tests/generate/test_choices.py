@@ -1,6 +1,6 @@
 """Penalties, min-p, stop strings and prompts from files, against transformers' processors and plain Python.
 
-Tests of generate/prompts.py, generate/stopping.py and Sampling in generate/sampling.py.
+Tests of generate/prompts.py, generate/continuation.py and Sampling in generate/sampling.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hypothesis import strategies as some
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import HpctrainError
+from hpctrain.generate.continuation import Continuation
+from hpctrain.generate.generate_command import GenerateOptions, generate
 from hpctrain.generate.prompts import Prompt, PromptOptions
-from hpctrain.generate.sampling import Sampling, penalized
-from hpctrain.generate.stopping import Continuation
-from hpctrain.generate.text import generate
-from tests.generate.test_continuing import continued_by
-from tests.generate.test_text import GREEDY, make_checkpoint, texts
+from hpctrain.generate.sampling import Sampling, apply_repetition_penalty
+from tests.generate.test_continuous_batching import continued_by
+from tests.generate.test_text_model import GREEDY, make_checkpoint, texts
 
 BYTES = Tokenizer("bytes")
 
@@ -42,7 +42,7 @@ def test_chances_are_those_of_transformers(
     logits = torch.randn(257, generator=random) * 3
     prompt = torch.randint(257, (30,), generator=random).tolist()
     sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
-    found = sampling.probabilities(penalized(logits, prompt, penalty).unsqueeze(0))[0]
+    found = sampling.probabilities(apply_repetition_penalty(logits, prompt, penalty).unsqueeze(0))[0]
 
     scores, ids = logits.double().unsqueeze(0), torch.tensor([prompt])
     wanted = [processors.RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []
@@ -59,11 +59,11 @@ def test_chances_are_those_of_transformers(
 
 def test_a_penalty_by_its_definition() -> None:
     logits = torch.tensor([2.0, -2.0, 1.0, 0.5])
-    assert penalized(logits, [0, 1, 0], 2.0).tolist() == [1.0, -4.0, 1.0, 0.5]
-    assert penalized(logits, [0, 1, 0, 3], 2.0).tolist() == [1.0, -4.0, 1.0, 0.25]
-    assert penalized(logits, [9, 0], 2.0).tolist() == [1.0, -2.0, 1.0, 0.5]
+    assert apply_repetition_penalty(logits, [0, 1, 0], 2.0).tolist() == [1.0, -4.0, 1.0, 0.5]
+    assert apply_repetition_penalty(logits, [0, 1, 0, 3], 2.0).tolist() == [1.0, -4.0, 1.0, 0.25]
+    assert apply_repetition_penalty(logits, [9, 0], 2.0).tolist() == [1.0, -2.0, 1.0, 0.5]
     assert logits.tolist() == [2.0, -2.0, 1.0, 0.5]
-    assert penalized(logits, [0], 1.0) is logits
+    assert apply_repetition_penalty(logits, [0], 1.0) is logits
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -85,7 +85,7 @@ def continued(pieces: Sequence[int], stops: Sequence[str]) -> tuple[str, str, li
         shown.append(sample.text)
         if ended:
             break
-    return sample.finish(), sample.why, shown
+    return sample.finish(), sample.finish_reason, shown
 
 
 @settings(max_examples=200, deadline=None)
@@ -108,7 +108,7 @@ def test_a_text_ends_before_the_first_stop(text: str, stops: list[str]) -> None:
 def test_an_end_of_document_ends_a_text() -> None:
     assert continued([*b"abc", BYTES.end_of_document, *b"d"], ["cd"])[:2] == ("abc", "end")
     assert continued([*b"ab", 0xC3], [])[:2] == ("ab\N{REPLACEMENT CHARACTER}", "length")
-    assert Continuation(BYTES, BYTES.encode("x\N{REPLACEMENT CHARACTER}"), ()).beginning == "x\ufffd"
+    assert Continuation(BYTES, BYTES.encode("x\N{REPLACEMENT CHARACTER}"), ()).prompt_text == "x\ufffd"
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -121,10 +121,12 @@ def test_lines_of_json_come_and_go(world: World, mpi_tmp_path: Path) -> None:
     world.everyone.barrier()
     shown: list[str] = []
     source = PromptOptions(json_lines=str(mpi_tmp_path / "prompts.jsonl"))
-    generate(world, path, source, Sampling(tokens=5, temperature=0.0), shown.append, live=True)
+    options = GenerateOptions(source, Sampling(tokens=5, temperature=0.0))
+    generate(world, path, options, shown.append, live=True)
     alone = [texts(world, path, prompt, Sampling(tokens=5, temperature=0.0)) for prompt in ("ab", "cd", "")]
     two: list[str] = []
-    generate(world, path, source, Sampling(tokens=3, seed=1, samples=2, stops=("a",)), two.append, live=False)
+    options = GenerateOptions(source, Sampling(tokens=3, seed=1, samples=2, stops=("a",)))
+    generate(world, path, options, two.append, live=False)
     if world.rank == 0:
         rows = [json.loads(line) for line in shown]
         assert [row["prompt"] for row in rows] == ["ab", "cd", ""]

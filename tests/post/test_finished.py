@@ -20,7 +20,7 @@ from hpctrain.checkpoint.exchange.convert import export_model
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.loaded import load
+from hpctrain.generate.generation_model import load
 from hpctrain.post.task import evaluate_task
 from hpctrain.post.trainer import make_trainer
 from hpctrain.report.contents import contents

@@ -1,8 +1,8 @@
 """What answers are drawn by is what they are trained by: log-probabilities of their tokens, made of the very
 logits that a draw saw with a cache, beside those that training begins from, to the bit.
 
-Tests of post/writer.py and post/experience.py, with generate/passes.py, objective/log_probabilities.py and
-objective/token_sampling.py.
+Tests of post/writer.py and post/experience.py, with generate/cached_passes.py,
+objective/log_probabilities.py and objective/token_sampling.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.generate.continuing import GeneratedText
+from hpctrain.generate.continuous_batching import GeneratedText
 from hpctrain.generate.sampling import KeyedSampler
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.policy import OLD, PolicyOptimization
@@ -61,7 +61,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
         def __call__(self, texts: Sequence[GeneratedText], logits: Tensor) -> list[int]:
             chances = self.sampling.probabilities(logits[:, : self.vocabulary].float())
             for text, *rows in zip(texts, logits.clone(), chances, strict=True):
-                found[text.number, text.sample, len(text.tokens)] = rows[0], rows[1]
+                found[text.prompt_number, text.sample_number, len(text.tokens)] = rows[0], rows[1]
             return super().__call__(texts, logits)
 
     monkeypatch.setattr(writer, "KeyedSampler", Watched)

@@ -18,13 +18,13 @@ from hpctrain.cli.evaluate import command
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.generate.loaded import Drawn
+from hpctrain.generate.generation_model import SamplingOptions
 from hpctrain.model.transformer import Transformer
 from hpctrain.post.rollout import Answer, AnswerRows
 from hpctrain.post.task import Accuracy, ChoiceRows, evaluate_task
 from hpctrain.post.task_rows import Choice, WrittenAnswer, read_rows
 from tests.engines import LLAMA
-from tests.generate.test_text import make_checkpoint
+from tests.generate.test_text_model import make_checkpoint
 
 LAYOUTS = {
     "data": (),
@@ -102,7 +102,7 @@ def test_what_is_written_is_the_models_text(world: World, mpi_tmp_path: Path) ->
 
     make_checkpoint(world, path := mpi_tmp_path / "a.h5", change=ends_lines)
     model = hpctrain.load(path, device="cpu")
-    drawn: Drawn = {"tokens": 64, "temperature": 0.0, "stop": "\n"}
+    drawn: SamplingOptions = {"tokens": 64, "temperature": 0.0, "stop": "\n"}
     said = {prompt: model.generate(prompt, **drawn)[1:] for prompt in "abcdefghijklmnopqrstuvwxyz"}
     short = {prompt: text for prompt, text in said.items() if text.strip() and len(text.encode()) < 64}
     prompts, texts = [*short], [*short.values()]

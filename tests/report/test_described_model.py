@@ -12,7 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 from hpctrain.report.described_model import require_described_model
 from tests.engines import LLAMA
-from tests.generate.test_text import MIXTURE, make_checkpoint
+from tests.generate.test_text_model import MIXTURE, make_checkpoint
 
 MODELS = {
     "gpt2": (),

@@ -23,7 +23,7 @@ from hpctrain.train import evaluate as module
 from hpctrain.train import shown
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import run_deck
-from tests.generate.test_text import MIXTURE, make_checkpoint
+from tests.generate.test_text_model import MIXTURE, make_checkpoint
 from tests.train.test_evaluation import write_deck
 
 KEYS = ("run.steps=2", "run.evaluate_every=0", "model.layers=2", "checkpoint.every=0")

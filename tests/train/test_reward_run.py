@@ -17,8 +17,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.loaded import load
-from hpctrain.generate.text import load_model
+from hpctrain.generate.generation_model import load
+from hpctrain.generate.model_loading import load_model
 from hpctrain.post.task import evaluate_task
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.evaluate import evaluate

@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
-from hpctrain.generate.loaded import load
+from hpctrain.generate.generation_model import load
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.step import Step, TrainState

@@ -28,10 +28,10 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
+from hpctrain.generate.continuation import Continuation
+from hpctrain.generate.generate_command import GenerateOptions, generate
 from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import Sampling
-from hpctrain.generate.stopping import Continuation
-from hpctrain.generate.text import generate
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import talk, write_rows
 
@@ -230,39 +230,26 @@ def test_generated_text_ends_with_the_turn(
     assert model.tokenizer.ends == TokenFile(tuned.folder / "chat.h5").tokenizer.ends == {END, TURN}
     for token in (END, TURN):
         text = Continuation(model.tokenizer, model.tokenizer.encode("hello"), ())
-        assert text.add(token) and text.why == "end"
+        assert text.add(token) and text.finish_reason == "end"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "two"}\n')
     texts: list[str] = []
-    source, sampling = PromptOptions(json_lines="lines.jsonl"), Sampling(tokens=30, temperature=0)
-    generate(world.single_rank_world(), tuned.checkpoint, source, sampling, texts.append, False, chat=True)
+    alone, sampling = world.single_rank_world(), Sampling(tokens=30, temperature=0)
+    options = GenerateOptions(PromptOptions(json_lines="lines.jsonl"), sampling, chat=True)
+    generate(alone, tuned.checkpoint, options, texts.append, live=False)
     answers = [json.loads(each) for each in texts]
     assert [each["ended"] for each in answers] == ["end", "end"] and answers[0]["text"] == "hello there"
     texts.clear()
-    generate(
-        world.single_rank_world(),
-        tuned.checkpoint,
-        PromptOptions("hello"),
-        sampling,
-        texts.append,
-        False,
-        chat=True,
-    )
+    options = GenerateOptions(PromptOptions("hello"), sampling, chat=True)
+    generate(alone, tuned.checkpoint, options, texts.append, live=False)
     assert texts == ["hello there\n"]
 
 
 def test_a_model_without_a_template_cannot_chat(tuned: Tuned, world: World, tmp_path: Path) -> None:
     import_model(world.single_rank_world(), tuned.folder / "base", tmp_path / "base.h5")
+    options = GenerateOptions(PromptOptions("a"), Sampling(), chat=True)
     with pytest.raises(HpctrainError, match=r"--chat: .*base.h5: has no chat template; train on") as caught:
-        generate(
-            world.single_rank_world(),
-            tmp_path / "base.h5",
-            PromptOptions("a"),
-            Sampling(),
-            print,
-            False,
-            chat=True,
-        )
+        generate(world.single_rank_world(), tmp_path / "base.h5", options, print, live=False)
     assert caught.value.exit_code == 2
 
 

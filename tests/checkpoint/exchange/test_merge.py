@@ -25,7 +25,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.generate.loaded import load
+from hpctrain.generate.generation_model import load
 from tests.engines import LLAMA, small_deck, trainer
 
 transformers = pytest.importorskip("transformers")

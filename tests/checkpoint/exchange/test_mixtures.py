@@ -37,7 +37,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.engine.stages.stage import build_stage
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.generate.text import load_model
+from hpctrain.generate.model_loading import load_model
 from hpctrain.model.construction import build_model
 from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.model.shape import ModelShape

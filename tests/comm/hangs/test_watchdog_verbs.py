@@ -67,7 +67,7 @@ PLACES = {
         ("evaluate", CHECKPOINT, "--tokens", "tokens.h5"),
     ),
     "generate": (
-        "hpctrain.generate.text:load_model",
+        "hpctrain.generate.generate_command:load_model",
         "loading the model",
         ("generate", CHECKPOINT, "--prompt", "hello", "--tokens", "4"),
     ),

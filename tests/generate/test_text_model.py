@@ -1,4 +1,7 @@
-"""What is drawn, what is shown, and the model that draws it, against plain references."""
+"""What is drawn, what is shown, and the model that draws it, against plain references.
+
+Tests of generate/text_model.py, generate/generate_command.py and generate/model_loading.py.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
+from hpctrain.generate.continuation import TextStream
+from hpctrain.generate.generate_command import GenerateOptions, generate
+from hpctrain.generate.model_loading import load_model
 from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import Sampling
-from hpctrain.generate.stopping import TextStream
-from hpctrain.generate.text import generate, load_model
 from hpctrain.model.part import blocks_of, logits_of
 from hpctrain.model.transformer import Transformer
 from tests.engines import LLAMA, small_deck
@@ -53,7 +57,7 @@ def make_checkpoint(
 def texts(world: World, target: Path, prompt: str, sampling: Sampling, live: bool = False) -> list[str]:
     """All that `generate` shows, as it shows it."""
     shown: list[str] = []
-    generate(world, target, PromptOptions(prompt), sampling, shown.append, live)
+    generate(world, target, GenerateOptions(PromptOptions(prompt), sampling), shown.append, live)
     return shown
 
 
@@ -179,7 +183,7 @@ def test_a_stream_waits_for_whole_characters(text: str) -> None:
     stream = TextStream(BYTES)
     pieces = [stream.add([byte]) for byte in text.encode()]
     assert [piece for piece in pieces if piece] == list(text)
-    assert stream.end() == ""
+    assert stream.incomplete_text() == ""
 
 
 def test_a_stream_gives_the_text_of_any_bytes() -> None:
@@ -189,7 +193,7 @@ def test_a_stream_gives_the_text_of_any_bytes() -> None:
         # Many starts of characters, so that some are cut by others.
         ids = [0xE2 if token > 200 else token for token in ids]
         stream = TextStream(BYTES)
-        assert "".join(stream.add([token]) for token in ids) + stream.end() == BYTES.decode(ids)
+        assert "".join(stream.add([token]) for token in ids) + stream.incomplete_text() == BYTES.decode(ids)
 
 
 def test_a_stream_keeps_the_blanks_between_words() -> None:
@@ -316,14 +320,14 @@ def test_copies_of_the_model_share_the_prompts(world: World, mpi_tmp_path: Path)
     found = []
     for ranks, tensor in ((world, None), (world, 1), (world, world.size), (world.single_rank_world(), None)):
         shown: list[str] = []
-        generate(ranks, path, source, sampling, shown.append, live=False, tensor=tensor)
+        generate(ranks, path, GenerateOptions(source, sampling, tensor), shown.append, live=False)
         found.append(shown)
     assert found[:3] == ([found[3]] * 3 if world.rank == 0 else [[]] * 3)
     assert len(found[3]) == len(set(found[3])) == 14
-    assert load_model(world, path, None, texts=world.size)[0].layer_context.tensor.size == 1  # type: ignore[attr-defined]
-    assert load_model(world, path, None, texts=1)[0].layer_context.tensor.size == world.size  # type: ignore[attr-defined]
+    assert load_model(world, path, None, text_count=world.size)[0].layer_context.tensor.size == 1  # type: ignore[attr-defined]
+    assert load_model(world, path, None, text_count=1)[0].layer_context.tensor.size == world.size  # type: ignore[attr-defined]
     with pytest.raises(HpctrainError, match=f"--tensor 5: must divide the {world.size} ranks"):
-        generate(world, path, source, sampling, found[0].append, live=False, tensor=5)
+        generate(world, path, GenerateOptions(source, sampling, 5), found[0].append, live=False)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,6 +1,6 @@
 """Texts that grow beside each other, by scripted logits: who is in which pass, what is drawn, who ends.
 
-Tests of generate/continuing.py and of the draws of generate/sampling.py.
+Tests of generate/continuous_batching.py and of the draws of generate/sampling.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens, at_once, continue_texts
-from hpctrain.generate.sampling import KeyedSampler, Sampling, uniforms
-from hpctrain.generate.stopping import Continuation
+from hpctrain.generate.continuation import Continuation
+from hpctrain.generate.continuous_batching import (
+    GeneratedText,
+    PassTokens,
+    PendingTokens,
+    TokenSampler,
+    continue_texts,
+    sample_now,
+)
+from hpctrain.generate.sampling import KeyedSampler, Sampling, uniform_numbers
 
 BYTES = Tokenizer("bytes")
 END = BYTES.end_of_document
@@ -25,62 +32,63 @@ END = BYTES.end_of_document
 class Windows:
     """Passes without a cache, by what gives the logits of windows."""
 
-    reach, rows, turns = 0, 1, 1
-    start_draw = staticmethod(at_once)
+    max_cached_length, max_tokens_per_pass, group_count = 0, 1, 1
+    start_sampling = staticmethod(sample_now)
 
     def __init__(self, windowed: Callable[[Tensor], Tensor], window: int, places: int = 8) -> None:
-        self.windowed, self.window, self.places = windowed, window, places
+        self.run_windows, self.window, self.slot_count = windowed, window, places
 
-    def open(self) -> int:
+    def allocate_slot(self) -> int:
         raise AssertionError
 
-    def close(self, _: int) -> None:
+    def free_slot(self, _: int) -> None:
         raise AssertionError
 
-    def share(self, *_: int) -> None:
+    def share_prefix(self, *_: int) -> None:
         raise AssertionError
 
-    def cached(self, _: Sequence[PassTokens]) -> Tensor:
+    def run_cached(self, _: Sequence[PassTokens]) -> Tensor:
         raise AssertionError
 
 
 class Recorded:
     """Passes with a cache, whose logits say that what comes behind a text is its length; what came when."""
 
-    turns = 1
+    group_count = 1
     longest_short_text: int | None = None
-    start_draw = staticmethod(at_once)
+    start_sampling = staticmethod(sample_now)
 
     def __init__(self, window: int, rows: int, places: int) -> None:
-        self.window, self.rows, self.places, self.reach = window, rows, places, window
+        self.window, self.max_tokens_per_pass = window, rows
+        self.slot_count, self.max_cached_length = places, window
         self.texts: dict[int, list[int]] = {}
         self.passes: list[list[PassTokens]] = []
         self.most = self.shared = 0
 
-    def open(self) -> int:
-        place = min(set(range(self.places)) - set(self.texts))
+    def allocate_slot(self) -> int:
+        place = min(set(range(self.slot_count)) - set(self.texts))
         self.texts[place] = []
         self.most = max(self.most, len(self.texts))
         return place
 
-    def close(self, place: int) -> None:
+    def free_slot(self, place: int) -> None:
         del self.texts[place]
 
-    def share(self, source: int, place: int, count: int) -> None:
+    def share_prefix(self, source: int, place: int, count: int) -> None:
         assert self.texts[place] == [] and count <= len(self.texts[source])
         self.texts[place] += self.texts[source][:count]
         self.shared += count
 
-    def cached(self, pieces: Sequence[PassTokens]) -> Tensor:
-        assert 0 < sum(len(piece.tokens) for piece in pieces) <= self.rows
+    def run_cached(self, pieces: Sequence[PassTokens]) -> Tensor:
+        assert 0 < sum(len(piece.tokens) for piece in pieces) <= self.max_tokens_per_pass
         self.passes.append(list(pieces))
         for piece in pieces:
-            assert len(self.texts[piece.place]) == piece.first
-            self.texts[piece.place] += piece.tokens
-        lengths = [len(self.texts[piece.place]) for piece in pieces if piece.predicts]
+            assert len(self.texts[piece.slot]) == piece.first
+            self.texts[piece.slot] += piece.tokens
+        lengths = [len(self.texts[piece.slot]) for piece in pieces if piece.predicts]
         return likely(lengths)
 
-    def windowed(self, tokens: Tensor) -> Tensor:
+    def run_windows(self, tokens: Tensor) -> Tensor:
         return likely([100 + tokens.shape[1]] * len(tokens))
 
 
@@ -104,11 +112,11 @@ def continued_by(
 ) -> list[list[int]]:
     """What is added to each prompt."""
     texts = [GeneratedText(list(prompt), sampling.tokens, number) for number, prompt in enumerate(prompts)]
-    draws = KeyedSampler(sampling.settled(group), BYTES.vocabulary, "model", group)
+    draws = KeyedSampler(sampling.with_seed(group), BYTES.vocabulary, "model", group)
     for _ in continue_texts(Windows(windowed, window), texts, draws, ends):
         pass
-    assert all(text.ended for text in texts)
-    return [text.tokens[text.given :] for text in texts]
+    assert all(text.is_finished for text in texts)
+    return [text.tokens[text.prompt_length :] for text in texts]
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (None, 0.9)])
@@ -127,13 +135,13 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
 
 
 def test_random_numbers_are_even_and_differ() -> None:
-    found = torch.from_numpy(uniforms([7] * 20000 + [8] * 20000, [*range(20000), *range(20000)]))
+    found = torch.from_numpy(uniform_numbers([7] * 20000 + [8] * 20000, [*range(20000), *range(20000)]))
     assert 0 <= found.min() < 1e-3 and 0.999 < found.max() < 1
     assert torch.histc(found, 20).sub(2000).abs().max() < 200
     assert len(found.unique()) == 40000
     pair = found[:20000], found[20000:]
     assert abs(float(torch.corrcoef(torch.stack(pair))[0, 1])) < 0.03
-    assert uniforms([8], [3])[0] == found[20003]
+    assert uniform_numbers([8], [3])[0] == found[20003]
 
 
 @pytest.mark.mpi(min_size=1, max_size=3)
@@ -151,7 +159,7 @@ def test_a_text_ends_with_its_stop_and_is_in_no_pass_any_more(world: World) -> N
         [[0], [0]],
         Sampling(tokens=9, temperature=0.0),
         world.everyone,
-        ends=lambda text, token: samples[text.number].add(token),
+        ends=lambda text, token: samples[text.prompt_number].add(token),
     )
     assert drawn == [[97, 98], [97, 97, 97, 98]]
     assert [sample.finish() for sample in samples] == ["a", "aaa"]
@@ -192,14 +200,14 @@ def test_forty_prompts_by_five_places() -> None:
     passes = Recorded(window=64, rows=16, places=5)
     greedy(passes, texts)
     for text in texts:
-        assert text.ended
-        assert text.tokens == list(range(text.given)) + list(range(text.given, text.longest))
+        assert text.is_finished
+        assert text.tokens == list(range(text.max_length))
     assert passes.most == 5
     assert passes.texts == {}
-    whole = sum(text.longest - 1 for text in texts)
+    whole = sum(text.max_length - 1 for text in texts)
     assert sum(len(piece.tokens) for each in passes.passes for piece in each) == whole - passes.shared
     # Few places are idle before the last prompts.
-    assert len(passes.passes) < 1.5 * max(sum(text.limit for text in texts) / 5, whole / 16)
+    assert len(passes.passes) < 1.5 * max(sum(text.max_new_tokens for text in texts) / 5, whole / 16)
 
 
 def test_groups_take_turns_before_the_tokens_of_others_are_known() -> None:
@@ -207,16 +215,18 @@ def test_groups_take_turns_before_the_tokens_of_others_are_known() -> None:
     texts = [GeneratedText([0] * (1 + number), 2, number) for number in range(5)]
 
     class Turns(Recorded):
-        turns = 2
+        group_count = 2
 
-        def cached(self, pieces: Sequence[PassTokens]) -> Tensor:
+        def run_cached(self, pieces: Sequence[PassTokens]) -> Tensor:
             happened.append("pass")
-            return super().cached(pieces)
+            return super().run_cached(pieces)
 
-        def start_draw(self, draw: Draw, texts: Sequence[GeneratedText], logits: Tensor) -> Drawn:  # type: ignore[override]
+        def start_sampling(  # type: ignore[override]
+            self, sampler: TokenSampler, texts: Sequence[GeneratedText], logits: Tensor
+        ) -> PendingTokens:
             def drawn() -> Sequence[int]:
-                happened.append("drawn " + "".join(str(text.number) for text in texts))
-                return draw(texts, logits)
+                happened.append("drawn " + "".join(str(text.prompt_number) for text in texts))
+                return sampler(texts, logits)
 
             return drawn
 
@@ -225,8 +235,10 @@ def test_groups_take_turns_before_the_tokens_of_others_are_known() -> None:
         "pass", "pass", "drawn 01", "pass", "drawn 2", "pass", "drawn 01", "pass", "drawn 2", "drawn 34",
         "pass", "drawn 34",
     ]  # fmt: skip
-    assert [[text.number for text in step] for step in steps] == [[0, 1], [2], [0, 1], [2], [3, 4], [3, 4]]
-    assert all(text.tokens[text.given :] == [text.given, text.given + 1] for text in texts)
+    numbers = [[text.prompt_number for text in step] for step in steps]
+    assert numbers == [[0, 1], [2], [0, 1], [2], [3, 4], [3, 4]]
+    for text in texts:
+        assert text.tokens[text.prompt_length :] == [text.prompt_length, text.prompt_length + 1]
 
 
 def test_samples_of_a_prompt_compute_it_once() -> None:
@@ -245,7 +257,7 @@ def test_samples_of_a_prompt_compute_it_once() -> None:
         [1, 20, 20], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1], [1], [1],
     ]  # fmt: skip
     assert len(steps[0]) == 3
-    assert all(text.ended for text in texts)
+    assert all(text.is_finished for text in texts)
 
 
 def test_a_source_that_ends_with_its_first_token_has_given_before() -> None:

@@ -1,6 +1,6 @@
 """Texts by a model whose layers lie on the stages of a pipeline: those of one rank, bit for bit.
 
-Tests of generate/stages.py.
+Tests of generate/pipeline_stages.py.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.errors import HpctrainError
-from hpctrain.generate.continuing import GeneratedText, continue_texts
-from hpctrain.generate.passes import CachedPasses, least_rows
+from hpctrain.generate.batch_invariance import min_invariant_rows
+from hpctrain.generate.cached_passes import CachedPasses
+from hpctrain.generate.continuous_batching import GeneratedText, continue_texts
+from hpctrain.generate.generate_command import GenerateOptions, generate
+from hpctrain.generate.model_loading import load_model
 from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.generate.text import TextModel, generate, load_model
+from hpctrain.generate.text_model import TextModel
 from hpctrain.host.c_libraries import open_library
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 from tests.comm.transports.gloo_as_nccl import use_nccl_rules
 from tests.engines import LLAMA, small_deck
-from tests.generate.test_text import make_checkpoint
+from tests.generate.test_text_model import make_checkpoint
 
 VOCABULARY = 61
 LAYERS = ("model.layers=3", "model.initial_std=0.3", "batch.sequence=64", "batch.global_size=24")
@@ -82,7 +85,7 @@ def grown_by(
 ) -> tuple[dict[int, list[int]], Seen]:
     """All texts by number, and the logits by which each token was drawn, where these are."""
     plan = CachePlan.of(model, places, 64)
-    passes = CachedPasses(model, plan, least_rows(model), rows)
+    passes = CachedPasses(model, plan, min_invariant_rows(model), rows)
     assert passes.cache.bytes == plan.bytes
     draws = KeyedSampler(
         Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.layer_context.tensor
@@ -92,7 +95,7 @@ def grown_by(
     def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
         assert model.span.has_head
         for text, row in zip(texts, logits, strict=True):
-            seen[text.number, len(text.tokens)] = row
+            seen[text.prompt_number, len(text.tokens)] = row
         return draws(texts, logits)
 
     texts = [GeneratedText(list(PROMPTS[number]), 8 + number, number) for number in order]
@@ -101,8 +104,8 @@ def grown_by(
             break
     else:
         assert passes.cache.free_pages == plan.pages
-        assert all(text.ended for text in texts)
-    return {text.number: text.tokens for text in texts}, seen
+        assert all(text.is_finished for text in texts)
+    return {text.prompt_number: text.tokens for text in texts}, seen
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
@@ -178,29 +181,25 @@ def test_the_verb_shows_the_texts_of_one_rank(
         lines.write_text("\n".join(f'{{"prompt": "{"ab" * (1 + n % 5)}", "n": {n}}}' for n in range(7)))
     world.everyone.barrier()
     source, sampling = PromptOptions(json_lines=str(lines)), Sampling(tokens=9, samples=2, seed=3)
+    single = world.single_rank_world()
     layouts = [(None, 1), (1, world.size)] if world.size < 4 else [(2, 2), (1, 2), (None, 4)]
     expected: list[str] = []
-    generate(world.single_rank_world(), path, source, sampling, expected.append, live=False)
+    generate(single, path, GenerateOptions(source, sampling), expected.append, live=False)
     assert len(expected) == len(set(expected)) == 14
     for tensor, pipeline in layouts:
         shown: list[str] = []
-        generate(world, path, source, sampling, shown.append, False, tensor, pipeline)
+        options = GenerateOptions(source, sampling, tensor, pipeline)
+        generate(world, path, options, shown.append, live=False)
         assert shown == (expected if world.rank == 0 else [])
     live: list[str] = []
-    generate(world, path, PromptOptions("ab"), Sampling(tokens=50, seed=3), live.append, True, 1, world.size)
+    one_text = PromptOptions("ab"), Sampling(tokens=50, seed=3)
+    generate(world, path, GenerateOptions(*one_text, 1, world.size), live.append, live=True)
     alone: list[str] = []
-    generate(
-        world.single_rank_world(),
-        path,
-        PromptOptions("ab"),
-        Sampling(tokens=50, seed=3),
-        alone.append,
-        live=True,
-    )
+    generate(single, path, GenerateOptions(*one_text), alone.append, live=True)
     assert live == (alone if world.rank == 0 else [])
     model, tokenizer = load_model(world, path, 1, 1, pipeline=3 if world.size == 3 else 2)
     writer = TextModel(world, path, model, tokenizer)
-    copies = world.everyone.all_gather_object(writer.copy)
+    copies = world.everyone.all_gather_object(writer.replica)
     assert copies == {2: [0, 0], 3: [0, 0, 0], 4: [0, 1, 0, 1]}[world.size]
 
 

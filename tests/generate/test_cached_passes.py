@@ -1,6 +1,6 @@
 """The cache beside passes over whole texts: bits of logits, memory, pages; nothing beside a text counts.
 
-Tests of generate/passes.py and generate/cache.py.
+Tests of generate/cached_passes.py, generate/key_value_cache.py and generate/batch_invariance.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.generate.continuing import GeneratedText, PassTokens, continue_texts
-from hpctrain.generate.passes import CachedPasses, can_cache, least_rows, telling_rows
+from hpctrain.generate.batch_invariance import min_invariant_rows, rounding_test_rows
+from hpctrain.generate.cached_passes import CachedPasses, can_cache
+from hpctrain.generate.continuous_batching import GeneratedText, PassTokens, continue_texts
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.host.c_libraries import open_library
 from hpctrain.model.part import logits_of
@@ -66,7 +67,7 @@ def grown_by(
 ) -> tuple[dict[int, list[int]], dict[tuple[int, int], Tensor]]:
     """All texts by number, and the logits by which each token was drawn, by number and place in the text."""
     plan = CachePlan.of(model, places, 64)
-    passes = CachedPasses(model, plan, least_rows(model), rows)
+    passes = CachedPasses(model, plan, min_invariant_rows(model), rows)
     assert passes.cache.bytes == plan.bytes
     draws = KeyedSampler(
         Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.layer_context.tensor
@@ -75,15 +76,19 @@ def grown_by(
 
     def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
         for text, row in zip(texts, logits, strict=True):
-            seen[text.number, len(text.tokens)] = row
+            seen[text.prompt_number, len(text.tokens)] = row
         return draws(texts, logits)
 
     texts = [GeneratedText(list(PROMPTS[number]), tokens, number) for number in order]
-    for _ in continue_texts(passes, texts, draw, lambda text, token: token == 0 and text.number % 2 == 0):
+
+    def ends(text: GeneratedText, token: int) -> bool:
+        return token == 0 and text.prompt_number % 2 == 0
+
+    for _ in continue_texts(passes, texts, draw, ends):
         pass
     assert passes.cache.free_pages == plan.pages
-    assert all(text.ended for text in texts)
-    return {text.number: text.tokens for text in texts}, seen
+    assert all(text.is_finished for text in texts)
+    return {text.prompt_number: text.tokens for text in texts}, seen
 
 
 def beside_expected(
@@ -188,10 +193,10 @@ def sampled(
 ) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int, int], Tensor], int, int]:
     """Four samples of each: tokens, logits by which they were drawn, rows computed, and pages had at most."""
     plan = CachePlan.of(model, places, 64)
-    passes = CachedPasses(model, plan, least_rows(model))
+    passes = CachedPasses(model, plan, min_invariant_rows(model))
     draws = KeyedSampler(Sampling(temperature=1.0, seed=1), VOCABULARY, "", model.layer_context.tensor)
     seen: dict[tuple[int, int, int], Tensor] = {}
-    compute, rows, most = passes.cached, 0, 0
+    compute, rows, most = passes.run_cached, 0, 0
 
     def cached(pieces: Sequence[PassTokens]) -> Tensor:
         nonlocal rows, most
@@ -202,28 +207,28 @@ def sampled(
 
     def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
         for text, row in zip(texts, logits, strict=True):
-            seen[text.number, text.sample, len(text.tokens)] = row
+            seen[text.prompt_number, text.sample_number, len(text.tokens)] = row
         return draws(texts, logits)
 
-    passes.cached = cached  # type: ignore[method-assign]
+    passes.run_cached = cached  # type: ignore[method-assign]
     texts = [
         GeneratedText(list(PROMPTS[number]), 4, number, sample) for number in SAMPLED for sample in range(4)
     ]
     for _ in continue_texts(passes, texts, draw, lambda *_: False):
         pass
     assert passes.cache.free_pages == plan.pages
-    return {(text.number, text.sample): text.tokens for text in texts}, seen, rows, most
+    return {(text.prompt_number, text.sample_number): text.tokens for text in texts}, seen, rows, most
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_some_rows_are_multiplied_as_many_are(world: World, compute: str) -> None:
     model = model_of(world.single_rank_world(), f"precision.compute={compute}")
-    least = least_rows(model)
+    least = min_invariant_rows(model)
     assert least in {1, 2, 4, 8, 16, 32, 64}
     with torch.no_grad():
         for layer in model.layers:
             for product in (product_layer.product for product_layer in layer.product_layers):
-                rows = telling_rows(product.weight(), 100)
+                rows = rounding_test_rows(product.weight(), 100)
                 whole = product.forward(rows)
                 for count in range(least, 100):
                     for start in (0, 100 - count):
@@ -253,7 +258,7 @@ def test_rows_tell_in_which_order_they_are_multiplied(
             sums.append(total.to(dtype))
         return (sums[0] != sums[1]).float().mean().item()
 
-    rows = telling_rows(weight, 128)
+    rows = rounding_test_rows(weight, 128)
     assert rows.dtype == dtype and rows.isfinite().all()
     assert telling(rows) > 0.75
     assert dtype == torch.float32 or telling(any_rows) < 0.05
@@ -269,14 +274,14 @@ def test_more_rows_are_filled_up_than_there_are_positions(
     found = []
     for least in (64, 1):
         passes = CachedPasses(model, CachePlan.of(model, 2, 8), least)
-        places = passes.open(), passes.open()
+        places = passes.allocate_slot(), passes.allocate_slot()
         tokens = [3, 7, 5], [1, 2]
         pieces = [
             PassTokens(place, 0, each, True, len(each)) for place, each in zip(places, tokens, strict=True)
         ]
-        found.append(passes.cached(pieces))
+        found.append(passes.run_cached(pieces))
     assert torch.allclose(*found, rtol=1e-5, atol=1e-5)
-    positions = passes.cache.begin([(places[0], 3, 2), (-1, 0, 60)], [5, 1]).places.positions
+    positions = passes.cache.start_pass([(places[0], 3, 2), (-1, 0, 60)], [5, 1]).token_positions.positions
     assert positions.tolist() == [3, 4, *[0] * 60]
 
 

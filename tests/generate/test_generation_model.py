@@ -17,12 +17,12 @@ import torch
 import hpctrain
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.generate import loaded
-from hpctrain.generate.loaded import Drawn
-from hpctrain.generate.text import Sampling
+from hpctrain.generate import generation_model
+from hpctrain.generate.generation_model import SamplingOptions
+from hpctrain.generate.sampling import Sampling
 from hpctrain.model.part import logits_of
 from tests.engines import LLAMA
-from tests.generate.test_text import END, MIXTURE, VOCABULARY, make_checkpoint, texts
+from tests.generate.test_text_model import END, MIXTURE, VOCABULARY, make_checkpoint, texts
 
 LAYOUTS = {
     "data": ("layout.zero=3",),
@@ -78,7 +78,7 @@ def test_every_option_is_that_of_the_command(world: World, tmp_path: Path) -> No
     alone, path = world.single_rank_world(), tmp_path / "a.h5"
     make_checkpoint(alone, path)
     model = hpctrain.load(path, device="cpu")
-    options: list[Drawn] = [
+    options: list[SamplingOptions] = [
         {"tokens": 30, "seed": 3, "min_p": 0.05},
         {"tokens": 30, "temperature": 0.0, "repetition_penalty": 1.3},
         {"tokens": 40, "seed": 4, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1},
@@ -160,8 +160,8 @@ def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pyt
         hpctrain.load(tmp_path / "b.h5")
     with pytest.raises(HpctrainError, match=r"path: must be the path of a checkpoint .*, not None"):
         hpctrain.load(None)  # type: ignore[arg-type]
-    monkeypatch.setattr(loaded, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(loaded, "obtainable_bytes", lambda _: 5000)
+    monkeypatch.setattr(generation_model, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(generation_model, "obtainable_bytes", lambda _: 5000)
     with pytest.raises(
         HpctrainError, match=r"the logits of \[2, 8\] need 20.5 kB, but 5 kB of memory are free"
     ):
@@ -170,7 +170,7 @@ def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pyt
 
 def test_a_model_without_room_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(world.single_rank_world(), tmp_path / "a.h5")
-    monkeypatch.setattr("hpctrain.generate.text.resident_bytes", lambda: 1 << 60)
+    monkeypatch.setattr("hpctrain.generate.model_loading.resident_bytes", lambda: 1 << 60)
     with pytest.raises(HpctrainError, match=r"a\.h5: does not fit into memory: 1 rank needs"):
         hpctrain.load(tmp_path / "a.h5", device="cpu")
 
