@@ -6,6 +6,7 @@ Tests of rope_parameters.py beside other files in checkpoint/exchange/hugging_fa
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import model_keys
 from hpctrain.deck.presets import presets
+from hpctrain.deck.read import parse_deck
 from hpctrain.model.attention.rotary import RotaryFrequencies
+from hpctrain.model.shape import ModelShape
 
 transformers = pytest.importorskip("transformers")
 
@@ -172,3 +175,22 @@ def test_an_older_name_of_longrope_is_read() -> None:
     older = older_file("phi-3.5-mini")
     older["rope_scaling"]["type"] = "su"
     assert shape_of(older, "config.json") == shape_of(older_file("phi-3.5-mini"), "config.json")
+
+
+OF_PRESETS: dict[str, Any] = json.loads(
+    Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
+)
+"""Keys of config.json files on huggingface.co that change what a model computes, by the preset of its sizes.
+
+They were read in the folders that "source" names, or in copies of these files.
+"""
+
+
+@pytest.mark.parametrize("name", OF_PRESETS)
+def test_presets_are_the_models_of_published_files(name: str) -> None:
+    config = OF_PRESETS[name]["config"]
+    deck = parse_deck(
+        f'[run]\nsteps = 1\n[model]\npreset = "{name}"\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
+    )
+    preset = ModelShape.of(deck, deck.model.vocabulary)
+    assert model_keys(preset) == model_keys(shape_of(config, "config.json"))
