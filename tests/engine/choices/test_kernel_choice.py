@@ -16,8 +16,6 @@ from torch.nn import functional
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.costs.bucket_bytes import value_bytes
-from hpctrain.costs.layer_bytes import prepared_products
-from hpctrain.costs.layer_bytes.prepared_products import PREPARED_BYTES
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.runtime_choices import RuntimeChoices
@@ -202,9 +200,12 @@ def test_plans_count_what_such_processors_multiply_by(
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
     assert replace(planned, other=held.other) == held
-    assert planned.other < by_library.other - 8 * PREPARED_BYTES  # the library compiles products in bf16
-    monkeypatch.setattr(prepared_products, "PREPARED_BYTES", 0)
-    planned, by_library = (plan_memory(each, 1, 61).largest.memory for each in (kept, deck))
+    # The library compiles products in bf16.
+    assert planned.other < by_library.other - 8 * deck.machine.prepared_product
+    uncounted = replace(deck.machine, prepared_product=0)
+    planned, by_library = (
+        plan_memory(replace(each, machine=uncounted), 1, 61).largest.memory for each in (kept, deck)
+    )
     assert planned.other > by_library.other
     training = Trainer(deck, engine, Batches(SyntheticSource(32, 61), 1))
     training.train_step()
