@@ -40,12 +40,10 @@ class WeightMaxima:
             if product.recipe.delayed:
                 continue
             bucket = bucket_of[product.weights[0]]
+            needs_agreement = tensor.size > 1 and isinstance(bucket.owned_values, Tensor)
             if bucket.sharding.zero < 3:
                 self._gathered_products += [(product, dims) for dims in product.weight_dims]
-            elif product.weight_dims == (WEIGHTS,) and (
-                product.settings.quantize_gathers
-                or (tensor.size > 1 and isinstance(bucket.owned_values, Tensor))
-            ):
+            elif product.weight_dims == (WEIGHTS,) and (needs_agreement or product.settings.quantize_gathers):
                 self._sliced_products.append(product)
         self._slices = list(dict.fromkeys(bucket_of[product.weights[0]] for product in self._sliced_products))
 
