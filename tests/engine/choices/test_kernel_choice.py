@@ -200,11 +200,13 @@ def test_plans_count_what_such_processors_multiply_by(
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
     assert replace(planned, other=held.other) == held
-    # The library compiles products in bf16.
-    assert planned.other < by_library.other - 8 * deck.machine.prepared_product
-    uncounted = replace(deck.machine, prepared_product=0)
+    # The library prepares all products in bf16, and oneDNN prepares weight gradients in fp32 as well. What the
+    # four forward products do not need is saved, but for temporary copies in fp32.
+    saved = by_library.other - planned.other
+    assert 3 * deck.machine.prepared_product < saved < 4 * deck.machine.prepared_product
+    uncounted = small_deck(bf16, "machine.prepared_product=0")
     planned, by_library = (
-        plan_memory(replace(each, machine=uncounted), 1, 61).largest.memory for each in (kept, deck)
+        plan_memory(each, 1, 61).largest.memory for each in (with_cached_kernels(uncounted, 1), uncounted)
     )
     assert planned.other > by_library.other
     training = Trainer(deck, engine, Batches(SyntheticSource(32, 61), 1))
