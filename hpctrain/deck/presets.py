@@ -1,4 +1,4 @@
-"""Published model shapes of `presets.toml` and of the table of families.
+"""Published model shapes of the table of families.
 
 The parameter counts that they lead to are tests.
 """
@@ -12,17 +12,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.deck.families import FAMILIES
-from hpctrain.deck.toml import read_data_file
-
-_FILE = "presets.toml"
-"""Presets of families with many; those of other families are in the table of families."""
 
 if TYPE_CHECKING:
     PresetName = str
 else:
-    PresetName = Literal[
-        tuple(chain(read_data_file(_FILE), *(family.presets for family in FAMILIES.values())))
-    ]
+    PresetName = Literal[tuple(chain.from_iterable(family.presets for family in FAMILIES.values()))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +48,8 @@ class Preset:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """Return all presets by name, first those of `presets.toml`. Do not change the mapping."""
-    found = {name: Preset(**keys) for name, keys in read_data_file(_FILE).items()}
+    """Return all presets by name. Do not change the mapping."""
+    found = {}
     for family, description in FAMILIES.items():
         for name, keys in description.presets.items():
             found[name] = Preset(**{**keys, "model": {"family": family, **keys["model"]}})

@@ -156,7 +156,7 @@ def read_data_file(name: str) -> dict[str, Any]:
     All calls for a file return the same dictionary, so do not change it.
 
     Args:
-        name: Path of the file relative to the package, such as "presets.toml".
+        name: Path of the file relative to the package, such as "old_keys.toml".
     """
     content: dict[str, Any] = tomllib.loads((_PACKAGE / name).read_text(encoding="utf-8"))
     return content

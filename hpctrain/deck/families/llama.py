@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hpctrain.deck.families.deepseek import deepseek_mixture
-from hpctrain.deck.families.preset_keys import expert_keys, model_keys
+from hpctrain.deck.families.llama_presets import LLAMA_PRESETS
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, MixtureFiles, ModelType, WindowKeys
 
 _LLAMA = ModelType(
@@ -158,9 +158,6 @@ _QWEN2_MOE = ModelType(
         constants={"shared_gate": True},
     ),
 )
-_QWEN2_BIASES = {"attention_bias": "query_key_value"}
-"""Biases of the attention of Qwen2 and Qwen2-MoE."""
-
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         defaults=FamilyDefaults(),
@@ -168,43 +165,7 @@ FAMILIES: Mapping[str, Family] = {
             *(_LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3),
             *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _QWEN2_MOE),
         ),
-        presets={
-            "mixtral-8x22b": {
-                "source": "Mixtral 8x22B: Mistral AI 2024, huggingface.co/mistralai",
-                "sequence": 65536,
-                "model": model_keys(56, 6144, 48, 8, 16384, 32000, 1e-5, rope_base=1e6),
-                "experts": expert_keys(8, 2, 16384, True),
-            },
-            "qwen1.5-moe-a2.7b": {
-                "source": "Qwen1.5-MoE: Qwen Team 2024, qwenlm.github.io/blog/qwen-moe",
-                "sequence": 8192,
-                "model": model_keys(24, 2048, 16, 16, 5632, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
-                "experts": expert_keys(60, 4, 1408, False, shared=4, shared_gate=True),
-            },
-            "qwen2-57b-a14b": {
-                "source": "Qwen2: Yang et al. 2024, arXiv 2407.10671",
-                "sequence": 32768,
-                "model": model_keys(28, 3584, 28, 4, 18944, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
-                "experts": expert_keys(64, 8, 2560, False, shared=8, shared_gate=True),
-            },
-            "qwen3-235b-a22b": {
-                "source": "Qwen3: Yang et al. 2025, arXiv 2505.09388",
-                "sequence": 32768,
-                "model": model_keys(
-                    94,
-                    4096,
-                    64,
-                    4,
-                    12288,
-                    151936,
-                    1e-6,
-                    head_size=128,
-                    query_key_norm="head",
-                    rope_base=1e6,
-                ),
-                "experts": expert_keys(128, 8, 1536, True),
-            },
-        },
+        presets=LLAMA_PRESETS,
     ),
 }
 """Families of this module by the value of model.family."""

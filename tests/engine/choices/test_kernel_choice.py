@@ -200,7 +200,7 @@ def test_plans_count_what_such_processors_multiply_by(
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
     assert replace(planned, other=held.other) == held
-    # The library prepares all products in bf16, and oneDNN prepares weight gradients in fp32 as well. What the
+    # The library prepares products in bf16, and oneDNN prepares weight gradients in fp32 as well. What the
     # four forward products do not need is saved, but for temporary copies in fp32.
     saved = by_library.other - planned.other
     assert 3 * deck.machine.prepared_product < saved < 4 * deck.machine.prepared_product
