@@ -1,4 +1,7 @@
-"""Published parameter counts, by closed forms that know nothing of the model's code."""
+"""Published parameter counts, by closed forms that know nothing of the model's code.
+
+Tests of deck/families/gpt2.py and deck/families/llama_presets.py beside deck/presets.py.
+"""
 
 from __future__ import annotations
 

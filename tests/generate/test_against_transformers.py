@@ -35,7 +35,7 @@ from tests.rope_scalings import SCALINGS, hf_rope_parameters
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-TOKENS, VOCABULARY = 16, 61
+TOKENS, VOCABULARY = 20, 61
 PROMPTS = [
     torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (1, 7, 20, 3, 13)
