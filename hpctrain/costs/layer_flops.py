@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -111,9 +112,9 @@ def _count_flops(
     )
 
 
-def _modules_of(layer: Layer) -> list[PredictionModule]:
+def _modules_of(layer: Layer) -> Sequence[PredictionModule]:
     """Return the modules of multi-token prediction of a layer."""
-    return layer.modules_of_depths if isinstance(layer, Predictor) else []
+    return layer.prediction_modules if isinstance(layer, Predictor) else []
 
 
 def _products(layer: Layer) -> tuple[int, int]:

@@ -1,7 +1,4 @@
-"""Published model shapes of the table of families.
-
-The parameter counts that they lead to are tests.
-"""
+"""Published model shapes, from the tables of families. Tests check their parameter counts."""
 
 from __future__ import annotations
 

@@ -27,6 +27,9 @@ _MANY_ROWS = 128
 _FEW_ROWS = 4
 """Row counts up to which several products are compared, since each has one output that reveals the order."""
 
+_PRODUCTS_OF_FEW_ROWS = 4
+"""Number of products that are compared for each of these row counts."""
+
 _CANCELLING_FEATURES = 5
 
 
@@ -94,7 +97,7 @@ def _min_rows_of_product(
     large_product = multiply(rows)
 
     def has_bits_of_large(count: int) -> bool:
-        starts = range(0, count * (_FEW_ROWS if count <= _FEW_ROWS else 1), count)
+        starts = range(0, count * (_PRODUCTS_OF_FEW_ROWS if count <= _FEW_ROWS else 1), count)
         return all(
             torch.equal(multiply(rows[start:][:count].clone()), large_product[start:][:count])
             for start in starts

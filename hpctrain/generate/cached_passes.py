@@ -1,4 +1,8 @@
-"""Forward passes of a transformer with a key and value cache, with the bits of passes over whole texts."""
+"""Forward passes of a transformer with a key and value cache.
+
+They have the bits of passes over whole texts, except for texts beyond the original length of the rotary
+scaling "dynamic": cached keys keep the frequencies of the text length at which they were computed.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +66,9 @@ class CachedPasses(ForwardPasses):
         self.group_count = self.stages.count
         self.window, self.slot_count = model.shape.sequence, plan.sequences
         self.max_cached_length = self.window if can_cache(model) else 0
-        self.longest_short_text = None
+        self.short_text_limit = None
         if plan.layout.rotated and not plan.rotary_tables:
-            self.longest_short_text = RotaryFrequencies.of(model.shape).longest_short_text
+            self.short_text_limit = RotaryFrequencies.of(model.shape).short_text_limit
 
     @override
     def allocate_slot(self) -> int:

@@ -93,8 +93,8 @@ class ForwardPasses(Protocol):
         slot_count: Largest number of texts that are generated at the same time.
         group_count: Number of groups of texts. Each group has its pass before the next tokens of the other
             groups are known.
-        longest_short_text: Number of tokens after which all positions of a text rotate otherwise, so that its
-            cached keys have to be computed again. None if there is no such number.
+        short_text_limit: Largest number of tokens of a short text. A text longer than this has other rotary
+            frequencies, so its cached keys are computed again. None if there is no such limit.
     """
 
     window: int
@@ -102,7 +102,7 @@ class ForwardPasses(Protocol):
     max_tokens_per_pass: int
     slot_count: int
     group_count: int
-    longest_short_text: int | None
+    short_text_limit: int | None
 
     def allocate_slot(self) -> int:
         """Reserve a slot of the cache for a text, and return its number."""
@@ -306,7 +306,7 @@ def _run_pass(passes: ForwardPasses, running: Sequence[_RunningText]) -> tuple[l
 
 def _is_long(passes: ForwardPasses, length: int) -> bool:
     """Return True if a text of this number of tokens has the rotations of long texts."""
-    return passes.longest_short_text is not None and length > passes.longest_short_text
+    return passes.short_text_limit is not None and length > passes.short_text_limit
 
 
 def _find_prefix_source(

@@ -12,8 +12,8 @@ from hpctrain.host.memory import available_bytes
 def free_bytes_per_rank(world: World) -> int | None:
     """Return the free host memory of each rank, in bytes, on the node where it is least.
 
-    Ranks of a node share its memory evenly. None if it is unknown on a node, or if a rank computes on a GPU.
-    Collective over all ranks.
+    Ranks of a node share its memory evenly. Return None if it is unknown on a node, or if a rank computes on
+    a GPU. Collective over all ranks.
     """
     free = available_bytes() if on_host(world.device) else None
     of_ranks = world.everyone.all_gather_object((world.node, free))

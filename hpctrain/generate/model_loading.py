@@ -44,8 +44,8 @@ def load_model(
     Args:
         world: All ranks. Each `pipeline` x `tensor` of them share a replica of the model.
         path: The checkpoint.
-        tensor: Number of tensor ranks. None for all ranks of a stage, or for 1 if there are as many texts as
-            ranks, or more, and a stage fits into half of each rank's free memory.
+        tensor: Number of tensor ranks. None to choose: 1 if there are at least as many texts as ranks and a
+            stage fits into half of each rank's free memory; else all ranks of a stage.
         text_count: Number of texts that will be generated.
         pipeline: Number of pipeline stages.
 

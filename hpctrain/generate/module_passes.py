@@ -48,7 +48,7 @@ class ModulePasses(ForwardPasses):
     max_cached_length = 0
     max_tokens_per_pass = 1
     group_count = 1
-    longest_short_text: int | None = None
+    short_text_limit: int | None = None
 
     def __init__(self, part: ModulePart, slot_count: int) -> None:
         self.part, self.slot_count = part, slot_count

@@ -211,8 +211,6 @@ def apply_repetition_penalty(logits: Tensor, tokens: Sequence[int], penalty: flo
         tokens: Token ids of the text. Ids from V on are ignored.
         penalty: Divisor of positive logits and factor of negative ones.
     """
-    if penalty == 1:
-        return logits
     ids = torch.tensor(tokens).unique()
     ids = ids[ids < logits.shape[0]]
     earlier = logits[ids]

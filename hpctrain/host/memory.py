@@ -23,7 +23,7 @@ ROOT = Path("/")
 """Folder that contains /proc and the file systems of cgroups."""
 
 LARGEST_KEPT = 32 << 20
-"""Size in bytes up to which the C library keeps freed blocks after `keep_freed_memory`; at most this size."""
+"""Largest block, in bytes, that the C library keeps when it is freed, after `keep_freed_memory`."""
 
 UNLIMITED = 2**60
 """Limits from this size on are none: cgroups of version 1 write a large number instead."""

@@ -35,7 +35,7 @@ class PackedActivation(Protocol):
 
 
 def unpack_saved(saved: Tensor | PackedActivation) -> Tensor:
-    """Return a tensor that autograd saved, or for which it kept a PackedActivation, as autograd's hook."""
+    """Unpack hook of autograd: return the tensor that was saved, or unpack its PackedActivation."""
     return saved if isinstance(saved, Tensor) else saved.unpack()
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassContext:
-    """Inputs of a transformer's layers in one pass beside hidden states.
+    """Inputs of a transformer's layers in one pass, besides the hidden states.
 
     Attributes:
         inputs: The micro-batch.
@@ -161,10 +161,10 @@ class TransformerBlock(TransformerLayer):
         shared = shape.parallel_residual == "one_norm"
         return FeedForward(name, shape, layer_context, shared_input=shared)
 
-    def expand(self, x: Tensor, context: PassContext) -> Tensor:  # noqa: ARG002
+    def run_feed_forward(self, x: Tensor, context: PassContext) -> Tensor:  # noqa: ARG002
         """Return the output of the feed-forward part for its input."""
-        expanded: Tensor = self.feed_forward(x)
-        return expanded
+        output: Tensor = self.feed_forward(x)
+        return output
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """Return hidden states of the shape of x, [s or s/t, b, h]."""
@@ -181,12 +181,12 @@ class TransformerBlock(TransformerLayer):
             feed_forward_input = self.feed_forward_norm(block_input if self.parallel else x)
         else:
             feed_forward_input = attention_input if self.parallel else x
-        expanded = self.expand(feed_forward_input, context)
+        output = self.run_feed_forward(feed_forward_input, context)
         if self.feed_forward_output_norm is not None:
-            expanded = self.feed_forward_output_norm(expanded)
+            output = self.feed_forward_output_norm(output)
         if source is not None:
-            expanded = dropout(expanded, source, self.site + 1, positions, self.probability)
-        return self._sum(x, expanded)
+            output = dropout(output, source, self.site + 1, positions, self.probability)
+        return self._sum(x, output)
 
     def _sum(self, x: Tensor, added: Tensor) -> Tensor:
         """Return the hidden states with the output of a part added to them."""

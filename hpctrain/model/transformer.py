@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from hpctrain.model.part import (
     parameters_by_module,
     parameters_in,
 )
-from hpctrain.model.prediction_module import prediction_modules
+from hpctrain.model.prediction_module import PredictionModule, prediction_modules
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.saved_policy import LayerPass
 from hpctrain.parallel.layer_context import LayerContext
@@ -136,7 +136,7 @@ class Predictor(TransformerLayer):
         owned: Tables that belong to this layer and not to an embedding on this rank.
 
     Attributes:
-        modules_of_depths: Modules of multi-token prediction, from depth 1 on.
+        prediction_modules: Modules of multi-token prediction, from depth 1 on.
     """
 
     kind = LayerKind("head")
@@ -153,9 +153,9 @@ class Predictor(TransformerLayer):
         self.norm = Norm("final_norm", shape, layer_context)
         # In a tuple, so that the table is registered once, by its owner.
         self.lookup, self.multiplier = (lookup,), shape.embedding_multiplier
-        self.modules_of_depths = [] if lookup is None else prediction_modules(shape, layer_context)
-        self.prediction_modules = nn.ModuleList(self.modules_of_depths)
-        if modules := self.modules_of_depths:
+        modules = [] if lookup is None else prediction_modules(shape, layer_context)
+        self.prediction_modules = cast("Sequence[PredictionModule]", nn.ModuleList(modules))
+        if modules:
             self.auxiliary_loss_names = modules[0].auxiliary_loss_names
             if (core := modules[0].core) is not None:
                 heads = len(modules) * core.heads, len(modules) * core.key_value_heads
@@ -174,7 +174,7 @@ class Predictor(TransformerLayer):
         With d modules of multi-token prediction the result is [s or s/t, (1 + d) b, h] in training.
         """
         result: Tensor = self.norm(x)
-        if self.modules_of_depths and torch.is_grad_enabled():
+        if self.prediction_modules and torch.is_grad_enabled():
             return self._predict_further(result, context)
         return result
 
@@ -182,21 +182,21 @@ class Predictor(TransformerLayer):
         """Return the hidden states with those of all modules of multi-token prediction beside them."""
         (lookup,), fields, residency = self.lookup, context.inputs.fields, context.residency
         assert lookup is not None
-        depths = range(1, len(self.modules_of_depths) + 1)
+        depths = range(1, len(self.prediction_modules) + 1)
         tokens = torch.cat([fields[field_ahead("tokens", depth)].t() for depth in depths], 1)
         with residency.in_memory(lookup.table):
             embedded: Tensor = lookup(tokens)
         if self.multiplier != 1:
             embedded = embedded * self.multiplier
         hidden = [x]
-        for module, of_depth in zip(self.modules_of_depths, embedded.chunk(len(depths), 1), strict=True):
+        for module, of_depth in zip(self.prediction_modules, embedded.chunk(len(depths), 1), strict=True):
             hidden.append(module.run(torch.cat((of_depth, hidden[-1])), context, residency))
         return torch.cat(hidden, 1)
 
     @override
     def units(self) -> Iterator[Unit]:
         yield from ([leaf] for leaf in parameters_by_module(self.norm))
-        for module in self.modules_of_depths:
+        for module in self.prediction_modules:
             yield from module.units()
         yield from ([leaf] for leaf in parameters_by_module(self.head))
         yield from ([[table]] for table in self.owned if isinstance(table, Parameter))
@@ -204,7 +204,7 @@ class Predictor(TransformerLayer):
     @cached_property
     @override
     def gather_keys(self) -> list[Parameter]:
-        of_modules = [key for module in self.modules_of_depths for key in module.gather_keys]
+        of_modules = [key for module in self.prediction_modules for key in module.gather_keys]
         norm = [] if self.norm.weight is None else [self.norm.weight]
         looked_up = [lookup.table for lookup in self.lookup if lookup is not None]
         return [*norm, *looked_up, *of_modules, self.head.table]
@@ -224,7 +224,7 @@ class Predictor(TransformerLayer):
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         yield None, [self.head.table]
-        for module in reversed(self.modules_of_depths):
+        for module in reversed(self.prediction_modules):
             for held, added in module.backward_order():
                 yield module.gather_keys[0] if held is None else held, added
         if (lookup := self.lookup[0]) is not None:
@@ -235,14 +235,14 @@ class Predictor(TransformerLayer):
     @property
     @override
     def matrices(self) -> list[MatrixSize]:
-        modules = self.modules_of_depths
+        modules = self.prediction_modules
         of_modules = [matrix for module in modules for matrix in module.matrices]
         return [*of_modules, *[self.head.matrix] * (1 + len(modules))]
 
     @property
     @override
     def elementwise(self) -> list[ElementwiseSize]:
-        modules = self.modules_of_depths
+        modules = self.prediction_modules
         of_modules = [size for module in modules for size in module.elementwise]
         return [
             *of_modules,

@@ -135,7 +135,7 @@ class UserLoss(Objective):
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        """Divide the loss by the function's count over the expected one, in place. Return this ratio.
+        """Divide the loss in place by the ratio of counted to expected samples or tokens, and return it.
 
         Raises:
             HpctrainError: The counts add up to 0, a negative number, or one that is not finite.

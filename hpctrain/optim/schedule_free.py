@@ -51,7 +51,10 @@ class ScheduleFree:
     offset_name: ClassVar[str] = ITERATE_OFFSET
 
     def begin(self, learning_rate: float) -> None:
-        """Prepare for an update, which follows in any number of calls of `update`."""
+        """Update `totals` (largest rate, sum of weights) for the learning rate of the next update.
+
+        The update follows in any number of calls of `update`.
+        """
         before = self.totals["largest_rate"]
         largest = max(learning_rate, before)
         smaller = before / largest if largest else 1.0

@@ -26,7 +26,8 @@ from hpctrain.parallel.tensor import ColumnAutograd, SplitLinear
 class ReplicatedLinear(SplitLinear):
     """Linear layer Y = X A^T without messages, with A on every tensor rank.
 
-    The input is [s, b, k], or under sequence parallelism this rank's piece [s/t, b, k], and so is the output.
+    The input is [s, b, k] and the output [s, b, n]. Under sequence parallelism they are this rank's pieces,
+    [s/t, b, k] and [s/t, b, n].
     Its products are not in 8 bits, because the scales of pieces of a sequence would depend on the layout.
 
     Args:

@@ -228,8 +228,8 @@ class Parameter(nn.Parameter):
         update_block: Part that is updated as one. None if each element is updated by itself.
         uses: Number of additions to the gradient in the backward pass of one micro-batch.
         separate_lookups: Number of further buffers of a table that two parts of a rank use. The schedule
-            decides in which order they add, so that lookups add to buffers of their own, which
-            `Bucket.merge_lookups` adds in the end.
+            decides which part adds first. So each lookup adds to its own buffer, and `Bucket.merge_lookups`
+            sums them at the end.
         lookup_gradients: These further buffers, which its bucket provides. Layer n of those that look up rows
             adds to number n, or to `gradient` if there are not as many.
         open_gradient: Allocates the gradient buffer if it exists only while it is used.

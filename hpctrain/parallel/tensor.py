@@ -141,7 +141,7 @@ class SplitLinear(MatmulLayer):
     @property
     @override
     def deferred_parameters(self) -> list[Parameter]:
-        # A layer with complete outputs computes the gradients of its biases at once.
+        # RowAutograd computes the gradients of biases at once, ColumnAutograd defers them.
         return self.weights + (self.biases if self.cut == "outputs" else []) + self.adapter_parameters
 
     @property

@@ -63,7 +63,7 @@ def test_a_penalty_by_its_definition() -> None:
     assert apply_repetition_penalty(logits, [0, 1, 0, 3], 2.0).tolist() == [1.0, -4.0, 1.0, 0.25]
     assert apply_repetition_penalty(logits, [9, 0], 2.0).tolist() == [1.0, -2.0, 1.0, 0.5]
     assert logits.tolist() == [2.0, -2.0, 1.0, 0.5]
-    assert apply_repetition_penalty(logits, [0], 1.0) is logits
+    assert torch.equal(apply_repetition_penalty(logits, [0], 1.0), logits)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

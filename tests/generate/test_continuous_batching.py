@@ -55,7 +55,7 @@ class Recorded:
     """Passes with a cache, whose logits say that what comes behind a text is its length; what came when."""
 
     group_count = 1
-    longest_short_text: int | None = None
+    short_text_limit: int | None = None
     start_sampling = staticmethod(sample_now)
 
     def __init__(self, window: int, rows: int, places: int) -> None:
@@ -282,7 +282,7 @@ def test_a_text_with_other_rotations_is_computed_again() -> None:
     lengths = (3, 8, 2)  # the second text is long when the third one takes the place of the first one
     texts = [GeneratedText(list(range(9)), length, 0, sample) for sample, length in enumerate(lengths)]
     passes = Recorded(window=64, rows=64, places=2)
-    passes.longest_short_text = 9
+    passes.short_text_limit = 9
     greedy(passes, texts)
     assert [text.tokens for text in texts] == [list(range(9 + length)) for length in lengths]
     counts = [[(len(piece.tokens), piece.text_length) for piece in each] for each in passes.passes]

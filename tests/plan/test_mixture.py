@@ -33,7 +33,7 @@ SMALL_UNITS = ("batch.sequence=128", "batch.micro_size=4")  # 512 tokens: 16-bit
 def choose_in_turn(router: Router, scores: Tensor) -> Tensor:
     """Return experts in turn, whatever the scores, so that all have as many tokens."""
     tokens, experts = scores.shape
-    slots = torch.arange(router.table.per_token)
+    slots = torch.arange(router.settings.per_token)
     return (torch.arange(tokens).unsqueeze(1) + slots) % experts
 
 

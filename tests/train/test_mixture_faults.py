@@ -75,10 +75,10 @@ def test_a_balance_loss_multiplied_by_the_tensor_size(
     add_auxiliary_losses = Router.add_auxiliary_losses
 
     def multiplied(router: Router, *arguments: Any) -> Tensor:
-        table, ranks = router.table, router.layer_context.tensor.size
-        router.table = table.model_copy(update={"balance_loss": table.balance_loss * ranks})
+        settings, ranks = router.settings, router.layer_context.tensor.size
+        router.settings = settings.model_copy(update={"balance_loss": settings.balance_loss * ranks})
         weights = add_auxiliary_losses(router, *arguments)
-        router.table = table
+        router.settings = settings
         return weights
 
     monkeypatch.setattr(Router, "add_auxiliary_losses", multiplied)

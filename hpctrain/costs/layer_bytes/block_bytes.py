@@ -155,7 +155,10 @@ def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 
 def _is_compiled(block: TransformerBlock) -> bool:
-    """Return True if compiled functions compute all of a block but matrix products and sums."""
+    """Return True if compiled functions compute all of a sequential block but matrix products and sums.
+
+    Return False for parallel blocks: their gaps were not measured, so plans assume the larger ones.
+    """
     attention, expanding = block.attention, block.feed_forward
     if block.parallel or not isinstance(attention, Attention) or not isinstance(expanding, FeedForward):
         return False

@@ -32,8 +32,8 @@ def _feed_forward_workspace(layer: FeedForward, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass, beside all that is saved.
 
     The peak is in the products of the down projection, in the activation, or in the products of the up
-    projection, when what the layer saves is gone. Gradients of the hidden states, before and after, and of
-    the features between exist besides.
+    projection, when what the layer saves is gone. Gradients of the hidden states
+    (input and output) and of the inner features are added.
     """
     hidden, expanded = (
         sizes.features(count).bytes for count in (2 * _hidden(layer), sum(layer.up.split_sizes))

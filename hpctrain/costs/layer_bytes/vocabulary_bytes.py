@@ -36,7 +36,7 @@ def _saved_by_predictor(layer: Predictor, sizes: ActivationSizes) -> list[SavedS
 
     The gradient of the hidden states of all depths is computed in the forward pass.
     """
-    modules = layer.modules_of_depths
+    modules = layer.prediction_modules
     ids = 8 if layer.head.layer_context.tensor.size == 1 else 9
     lookups = [SavedStorage(ids * sizes.tokens * len(modules), 8, features=False)] if modules else []
     return [
@@ -62,7 +62,7 @@ def _saved_by_prediction_module(module: PredictionModule, sizes: ActivationSizes
 @deferred_bytes.register
 def _deferred_by_predictor(layer: Predictor, sizes: ActivationSizes) -> DeferredBytes:
     """Return the bytes for the weight gradients of modules. The head's own gradient is computed at once."""
-    of_modules = [deferred_bytes(module, sizes) for module in layer.modules_of_depths]
+    of_modules = [deferred_bytes(module, sizes) for module in layer.prediction_modules]
     return DeferredBytes(
         sum(each.deferred for each in of_modules), max((each.transient for each in of_modules), default=0)
     )
@@ -70,7 +70,7 @@ def _deferred_by_predictor(layer: Predictor, sizes: ActivationSizes) -> Deferred
 
 @workspace_bytes.register
 def _predictor_workspace(layer: Predictor, sizes: ActivationSizes) -> int:
-    tokens = sizes.tokens * (1 + len(layer.modules_of_depths))
+    tokens = sizes.tokens * (1 + len(layer.prediction_modules))
     return workspace_bytes(layer.head, replace(sizes, tokens=tokens))
 
 

@@ -74,7 +74,7 @@ class RotaryFrequencies:
         return self.scaling is not None and self.scaling.kind in {"dynamic", "longrope"}
 
     @property
-    def longest_short_text(self) -> int | None:
+    def short_text_limit(self) -> int | None:
         """Number of tokens up to which texts have the short factors of "longrope"; None for other kinds."""
         scaling = self.scaling
         return scaling.original_sequence if scaling is not None and scaling.kind == "longrope" else None

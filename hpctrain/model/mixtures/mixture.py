@@ -39,18 +39,18 @@ class Mixture(nn.Module):
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
         assert shape.experts is not None
-        table = shape.experts
-        self.layer_context, self.hidden, self.table = layer_context, shape.hidden, table
+        settings = shape.experts
+        self.layer_context, self.hidden, self.settings = layer_context, shape.hidden, settings
         self.router = Router(f"{name}.router", shape, layer_context)
-        sizes = ExpertSizes(table.count, table.per_token, shape.hidden, table.mlp)
+        sizes = ExpertSizes(settings.count, settings.per_token, shape.hidden, settings.mlp)
         activation = ACTIVATIONS[shape.activation]
         self.experts = Experts(
-            f"{name}.experts", sizes, layer_context, table.capacity, activation, shape.mlp_bias
+            f"{name}.experts", sizes, layer_context, settings.capacity, activation, shape.mlp_bias
         )
-        inner = table.shared * table.mlp
+        inner = settings.shared * settings.mlp
         # The router saves the same input.
         self.shared = FeedForward(f"{name}.shared", shape, layer_context, inner, True) if inner else None
-        gated = table.shared_gate and self.shared is not None
+        gated = settings.shared_gate and self.shared is not None
         self.shared_gate = SharedGate(f"{name}.shared_gate", shape, layer_context) if gated else None
 
     def forward(self, x: Tensor, inputs: ModelInputs, residency: ParameterResidency) -> Tensor:
@@ -75,7 +75,7 @@ class Mixture(nn.Module):
         dispatch = Dispatch(
             routing.experts,
             routing.accepted_choices,
-            self.table.count,
+            self.settings.count,
             layer_context.expert,
             layer_context.expert_tensor,
             unit,
@@ -103,7 +103,7 @@ class Mixture(nn.Module):
     @property
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations: tokens are gathered by expert, activated, and summed again."""
-        chosen, inner = self.table.per_token, self.table.mlp
+        chosen, inner = self.settings.per_token, self.settings.mlp
         moved = ElementwiseSize("add", 2 * chosen * self.hidden)
         shared = self.shared.elementwise if self.shared is not None else []
         return [

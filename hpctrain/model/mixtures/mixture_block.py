@@ -31,9 +31,9 @@ class MixtureBlock(TransformerBlock):
         return Mixture(name, shape, layer_context)
 
     @override
-    def expand(self, x: Tensor, context: PassContext) -> Tensor:
-        expanded: Tensor = self.feed_forward(x, context.inputs, context.residency)
-        return expanded
+    def run_feed_forward(self, x: Tensor, context: PassContext) -> Tensor:
+        output: Tensor = self.feed_forward(x, context.inputs, context.residency)
+        return output
 
     def units(self) -> Iterator[Unit]:
         """Yield the units of the block. Experts are one of their own, since they are needed later."""
@@ -51,6 +51,8 @@ class MixtureBlock(TransformerBlock):
     @property
     @override
     def matrices(self) -> list[MatrixSize]:
+        # Router [n, h] and shared gate [1, h] are no MatmulLayers, so `super()` does not list them. They
+        # multiply the same input, so they count as one matrix [n + 1, h].
         experts, hidden = self.feed_forward.router.weight.shard.shape
         rows = experts if self.feed_forward.shared_gate is None else experts + 1
         return [*super().matrices, MatrixSize(rows, hidden, "whole")]

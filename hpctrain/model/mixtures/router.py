@@ -89,7 +89,7 @@ class Router(nn.Module):
     dropped, the number of dropped choices, and the sum of the entropies of the probabilities, in nats.
 
     Attributes:
-        table: Number of experts, and how the router chooses among them.
+        settings: Keys of [model.experts].
         weight: Matrix [E, h].
         logit_bias: Trained bias [E] of the logits, or None.
         bias: Numbers fp32 [E] that are added to scores in the choice alone, and that follow the load
@@ -101,34 +101,36 @@ class Router(nn.Module):
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
         assert shape.experts is not None
-        self.name, self.table, self.layer_context = name, shape.experts, layer_context
-        table = self.table
+        self.name, self.settings, self.layer_context = name, shape.experts, layer_context
+        settings = self.settings
         self.statistic_name = statistic_name(name)
-        size = (table.count, shape.hidden)
+        size = (settings.count, shape.hidden)
         self.weight = Parameter(
             Shard.replicated(f"{name}.weight", size, frozenset({"tensor"})), initial="router"
         )
         self.logit_bias = (
-            Parameter(Shard.replicated(f"{name}.bias", (table.count,), frozenset({"tensor"})), False, "zeros")
-            if table.router_bias
+            Parameter(
+                Shard.replicated(f"{name}.bias", (settings.count,), frozenset({"tensor"})), False, "zeros"
+            )
+            if settings.router_bias
             else None
         )
-        biased = table.balance == "bias"
-        shared = bool(table.balance_loss) and table.balance_over == "step"
+        biased = settings.balance == "bias"
+        shared = bool(settings.balance_loss) and settings.balance_over == "step"
         self.bias = self._zero_per_expert() if biased else None
         self.shares = self._zero_per_expert() if shared else None
         self.auxiliary_loss_names = tuple(
             term
-            for term, weight in ((BALANCE_LOSS, table.balance_loss), (Z_LOSS, table.router_z_loss))
+            for term, weight in ((BALANCE_LOSS, settings.balance_loss), (Z_LOSS, settings.router_z_loss))
             if weight
         )
 
     def _zero_per_expert(self) -> Tensor:
-        return self.layer_context.tensor.empty((self.table.count,), torch.float32).zero_()
+        return self.layer_context.tensor.empty((self.settings.count,), torch.float32).zero_()
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the kind, shard and values of `bias` and `shares`, for checkpoints (`KeepsState`)."""
-        shard = Shard.replicated(f"{self.name}.weight", (self.table.count,))
+        shard = Shard.replicated(f"{self.name}.weight", (self.settings.count,))
         if self.bias is not None:
             yield "router/bias", shard, self.bias
         if self.shares is not None:
@@ -136,9 +138,9 @@ class Router(nn.Module):
 
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:
         """Update the bias, `bias += rate * sign(mean - count)` (arXiv 2408.15664), and the shares."""
-        counts = statistics[self.statistic_name][: self.table.count]
+        counts = statistics[self.statistic_name][: self.settings.count]
         if self.bias is not None:
-            self.bias.add_((counts.mean() - counts).sign().float(), alpha=self.table.balance_rate)
+            self.bias.add_((counts.mean() - counts).sign().float(), alpha=self.settings.balance_rate)
         if self.shares is not None:
             self.shares.copy_(counts / counts.sum().clamp_min(1))
 
@@ -147,17 +149,17 @@ class Router(nn.Module):
 
         Collective over the micro-batch's ranks if there is a capacity or a loss over the micro-batch.
         """
-        table = self.table
+        settings = self.settings
         logits = tokens.select(_Logits.apply(rows, self, self.weight, self.logit_bias))
-        scores = logits.softmax(1) if table.router == "softmax" else logits.sigmoid()
+        scores = logits.softmax(1) if settings.router == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         if inputs.choices is not None:
             experts = inputs.choices.override(self.name, experts, tokens.samples, tokens.positions)
         weights = scores.gather(1, experts)
-        if table.router_normalize:
+        if settings.router_normalize:
             weights = weights / weights.sum(1, keepdim=True).clamp_min(_SUM_EPSILON)
-        if table.router_scale != 1:
-            weights = weights * table.router_scale
+        if settings.router_scale != 1:
+            weights = weights * settings.router_scale
         accepted = self.within_capacity(experts, tokens, inputs)
         self._record_statistics(scores.detach(), experts, accepted)
         return Routing(
@@ -169,16 +171,16 @@ class Router(nn.Module):
 
         With groups of experts, only the best groups are considered, by the sum of each one's best scores.
         """
-        table = self.table
+        settings = self.settings
         scores = scores if self.bias is None else scores + self.bias
-        groups, chosen = table.router_groups, table.router_groups_per_token
+        groups, chosen = settings.router_groups, settings.router_groups_per_token
         if chosen < groups:
             of_group = scores.unflatten(1, (groups, -1))
-            best = of_group.topk(min(table.router_group_best, of_group.shape[2]), 2).values.sum(2)
+            best = of_group.topk(min(settings.router_group_best, of_group.shape[2]), 2).values.sum(2)
             among = _top_experts(best, chosen)
             allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, among, value=True)
             scores = of_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
-        return _top_experts(scores, table.per_token)
+        return _top_experts(scores, settings.per_token)
 
     def within_capacity(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor | None:
         """Return which choices [n, k] are followed: bool, or None if all are.
@@ -187,12 +189,12 @@ class Router(nn.Module):
         and position. A choice that is dropped contributes zeros to the result of its token, and the weights
         of its other choices stay as they are. Collective if there is a capacity.
         """
-        table = self.table
-        if table.capacity is None:
+        settings = self.settings
+        if settings.capacity is None:
             return None
         length = inputs.tokens.shape[0] * self.layer_context.context.size
         total = self._real_tokens(inputs)
-        most = ceil(table.capacity * total * table.per_token / table.count)
+        most = ceil(settings.capacity * total * settings.per_token / settings.count)
         # Padding is sent along, after all real tokens, since other ranks do not know how much there is.
         order = tokens.expand(tokens.samples * length + tokens.positions, inputs.rows * length)
         own = torch.cat((order.unsqueeze(1), tokens.expand(experts)), dim=1)
@@ -202,7 +204,7 @@ class Router(nn.Module):
         places = torch.empty_like(every[:, 0])
         places[every[:, 0].argsort()] = torch.arange(len(every), device=every.device)
         first = sum(sizes[: group.rank])
-        counts_before = experts.new_zeros(len(every), table.count).index_put_(
+        counts_before = experts.new_zeros(len(every), settings.count).index_put_(
             (places.unsqueeze(1), every[:, 1:]), experts.new_ones(())
         )
         own_places = tokens.select(places[first : first + tokens.rows])
@@ -235,20 +237,20 @@ class Router(nn.Module):
             tokens: The n tokens.
             inputs: The micro-batch, which takes the losses.
         """
-        table = self.table
-        if table.balance_loss:
+        settings = self.settings
+        if settings.balance_loss:
             probabilities = scores
-            if table.router == "sigmoid":
+            if settings.router == "sigmoid":
                 probabilities = scores / (scores.sum(1, keepdim=True) + _SUM_EPSILON)
             shares = self._shares(experts, tokens, inputs)
-            value = table.count * (probabilities * shares).sum(1)
+            value = settings.count * (probabilities * shares).sum(1)
             weights = inputs.auxiliary_losses.add(
-                weights, BALANCE_LOSS, self.name, value.sum(), weight=table.balance_loss
+                weights, BALANCE_LOSS, self.name, value.sum(), weight=settings.balance_loss
             )
-        if table.router_z_loss:
+        if settings.router_z_loss:
             value = logits.logsumexp(1).square()
             weights = inputs.auxiliary_losses.add(
-                weights, Z_LOSS, self.name, value.sum(), weight=table.router_z_loss
+                weights, Z_LOSS, self.name, value.sum(), weight=settings.router_z_loss
             )
         return weights
 
@@ -258,27 +260,27 @@ class Router(nn.Module):
         Returns:
             Fractions fp32 [E]; for sequences those of the sequence of each token, [n, E].
         """
-        table = self.table
+        settings = self.settings
         if self.shares is not None:
             return self.shares
-        by_sequence = table.balance_over == "sequence"
+        by_sequence = settings.balance_over == "sequence"
         sets = inputs.tokens.shape[1] if by_sequence else 1
-        place = experts + (tokens.samples.unsqueeze(1) * table.count if by_sequence else 0)
-        counts = count_numbers(place.flatten(), sets * table.count).float()
+        place = experts + (tokens.samples.unsqueeze(1) * settings.count if by_sequence else 0)
+        counts = count_numbers(place.flatten(), sets * settings.count).float()
         self.layer_context.micro_batch.all_reduce(counts)
         if not by_sequence:
-            return counts / max(1, self._real_tokens(inputs) * table.per_token)
+            return counts / max(1, self._real_tokens(inputs) * settings.per_token)
         of_sequence: int | Tensor = inputs.tokens.shape[0] * self.layer_context.context.size
         if inputs.lengths is not None:
             of_sequence = inputs.lengths.on(counts.device).clamp_min(1).unsqueeze(1)
-        return (counts.view(sets, -1) / (of_sequence * table.per_token))[tokens.samples]
+        return (counts.view(sets, -1) / (of_sequence * settings.per_token))[tokens.samples]
 
     @torch.no_grad()
     def _record_statistics(self, scores: Tensor, experts: Tensor, accepted: Tensor | None) -> None:
-        if self.table.router == "sigmoid":
+        if self.settings.router == "sigmoid":
             scores = scores / (scores.sum(1, keepdim=True) + _SUM_EPSILON)
         entropy = -torch.special.xlogy(scores, scores).sum(1)
-        counts = count_numbers(experts.flatten(), self.table.count).double()
+        counts = count_numbers(experts.flatten(), self.settings.count).double()
         dropped = counts.new_zeros(()) if accepted is None else experts.numel() - accepted.sum()
         others = torch.stack((dropped.double(), entropy.sum().double()))
         self.layer_context.statistics.record_sum(self.statistic_name, torch.cat((counts, others)))
@@ -301,7 +303,7 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, router: Router, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.router = router
         ctx.save_for_backward(as_features(rows))
-        fp32 = router.table.router_dtype == "fp32"
+        fp32 = router.settings.router_dtype == "fp32"
         product: Tensor = rows.float() @ weight.float().t() if fp32 else rows @ weight.t()
         return product.float() if bias is None else product.float() + bias.float()
 
@@ -318,7 +320,7 @@ class _Logits(torch.autograd.Function):
             bias.mark_gradient_added()
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        if router.table.router_dtype == "fp32":
+        if router.settings.router_dtype == "fp32":
             return (gradient @ weight.detach().float()).to(rows.dtype), None, None, None
         return gradient.to(rows.dtype) @ weight.detach(), None, None, None
 

@@ -76,10 +76,10 @@ def contents_of_part(
     """
     stage = StageSlice(find_call_order(architecture), span) if architecture.cut else None
     placeholder = layer_context.data.empty((), architecture.storage).zero_()
-    make = _ParameterReplacement(
+    replace_parameter = _ParameterReplacement(
         stage, partial_gradients, {*linear_parameters(module)}, shared_parameters, placeholder
     )
-    names = _replace_parameters(module, make)
+    names = _replace_parameters(module, replace_parameter)
     linear_layers = replace_linear_layers(module, layer_context)
     all_blocks = find_blocks(module, architecture.pattern)
     numbered = enumerate(all_blocks.items())
@@ -223,17 +223,19 @@ class _ParameterReplacement:
         return own
 
 
-def _replace_parameters(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> Names:
+def _replace_parameters(
+    module: nn.Module, replace_parameter: Callable[[str, nn.Parameter], nn.Parameter]
+) -> Names:
     """Replace all parameters of a module and return the names of those that are now a Parameter.
 
-    `make` returns the replacement from the first name and the original parameter.
+    `replace_parameter` returns the replacement from the first name and the original parameter.
     """
     ours: dict[nn.Parameter, nn.Parameter] = {}
     names: Names = {}
     for own_name, original in list(module.named_parameters(remove_duplicate=False)):
         name = original.shard.name if isinstance(original, Parameter) else own_name
         if original not in ours:
-            ours[original] = make(name, original)
+            ours[original] = replace_parameter(name, original)
         own = ours[original]
         if isinstance(own, Parameter):
             names.setdefault(own, []).append(name)

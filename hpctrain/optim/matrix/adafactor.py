@@ -65,10 +65,7 @@ class Adafactor:
         return UpdateBlock(shape, ELEMENT_WORK * prod(shape))
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return, by name of a state, the shape of the cells whose elements share a number of it, or None.
-
-        As for every MatrixRule, None means one number for each element.
-        """
+        """Return the shape of a cell of each state, as `MatrixRule.cells` explains."""
         shape = shard.shape
         leading = (1,) * (len(shape) - 2)
         block = leading + shape[-2:]

@@ -58,10 +58,7 @@ class AdamMini:
         return UpdateBlock((1,) * len(leading) + (rows, columns), ELEMENT_WORK * rows * columns)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return, by name of a state, the shape of the cells whose elements share a number of it, or None.
-
-        As for every MatrixRule, None means one number for each element.
-        """
+        """Return the shape of a cell of each state, as `MatrixRule.cells` explains."""
         shape = shard.shape
         cell = (1,) * (len(shape) - 2) + ((shard.unit, shape[-1]) if len(shape) > 1 else shape)
         return {MEAN: None, SQUARE: cell}

@@ -34,8 +34,8 @@ class ExchangedMatrices:
     def all_of(rule: MatrixRule, parameters: Sequence[LocalMatrices]) -> list[ExchangedMatrices]:
         """Return the exchanged matrices of parameters, one object for each group of ranks that hold pieces.
 
-        It has only the matrices that this data rank transforms (`LocalMatrices.is_assigned`). Collective over
-        these groups.
+        Each object has only the matrices that this data rank transforms (`LocalMatrices.is_assigned`).
+        Collective over these groups.
         """
         by_group: dict[Group, list[tuple[LocalMatrices, int, SplitMatrix]]] = {}
         for each in parameters:

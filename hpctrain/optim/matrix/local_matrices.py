@@ -46,7 +46,7 @@ class LocalMatrices:
 
     @staticmethod
     def of(rule: MatrixRule, bucket: Bucket, segment: BucketSegment, master: Tensor) -> LocalMatrices:
-        """Return this rank's matrices of a parameter, with new state, when an optimizer is made.
+        """Return this rank's matrices of a parameter for a new optimizer, with state of zeros.
 
         Collective over the ranks that hold pieces of the parameter.
 
@@ -129,9 +129,10 @@ class LocalMatrices:
         return slice(start, start + prod(self.local))
 
     def is_assigned(self, number: int) -> bool:
-        """Return True if this data rank transforms a matrix, and False if another one with the same one does.
+        """Return True if this data rank transforms a matrix. If several data ranks hold it, only one does.
 
-        If the matrix `is_exchanged`, one of the tensor ranks of the data rank transforms it.
+        With state of cells, all of them do. If the matrix `is_exchanged`, one of the tensor ranks of the data
+        rank transforms it.
         """
         elements, share = self.element_range(number), self.bucket.slice
         return not self.is_replicated or share.start <= elements.start < share.stop

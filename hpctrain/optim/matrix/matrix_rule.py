@@ -34,12 +34,12 @@ class MatrixRule(Protocol):
         """
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return, by name of a state, the shape of the cells whose elements share a number of it, or None.
+        """For each state, return the shape of a cell. All elements of a cell share one value of the state.
 
-        The names are those of the optimizer state of a parameter without master weights. It is initialized
-        with zeros. None means one number for each element, so the state has the shape of the parameter. The
-        shape of a cell has as many dims as the parameter. For a block [n, m] the cell (1, m) is a row, so the
-        state of the block has the shape [n, 1]. Cells at the end of a block may be smaller.
+        None: each element has its own value, so the state has the shape of the parameter. The keys are the
+        names of all optimizer state but the master weights. State is initialized with zeros. The shape of a
+        cell has as many dims as the parameter. For a block [n, m] the cell (1, m) is a row, so the state of
+        the block has the shape [n, 1]. Cells at the end of a block may be smaller.
         """
 
     @property

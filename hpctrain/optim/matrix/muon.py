@@ -79,10 +79,7 @@ class Muon:
         return UpdateBlock((1,) * (len(shard.shape) - 2) + shard.shape[-2:], self.steps * products)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:  # noqa: ARG002
-        """Return, by name of a state, the shape of the cells whose elements share a number of it, or None.
-
-        As for every MatrixRule, None means one number for each element.
-        """
+        """Return the shape of a cell of each state, as `MatrixRule.cells` explains."""
         return {MOMENTUM: None}
 
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:

@@ -146,7 +146,7 @@ class LayerPages:
 
         Args:
             inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, and sinks. The
-                tables are those of a Rotary, see `TokenPositions.rotations`.
+                tables are those of a Rotary. `TokenPositions.rotations` are their rows for the tokens.
             rule: Scale, window and soft cap.
             places: Text of each token, and its position in the text.
         """

@@ -38,9 +38,9 @@ class DelayedMatmul(QuantizedMatmul):
 
     def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
         super().__init__(weights, layer_context)
-        steps = (self.settings.history_steps,)
+        shape = (self.settings.history_steps,)
         self.histories = {
-            kind: MaximaHistory(layer_context.tensor.empty(steps, torch.float32).zero_()) for kind in KINDS
+            kind: MaximaHistory(layer_context.tensor.empty(shape, torch.float32).zero_()) for kind in KINDS
         }
         self._scales_exist: dict[Kind, tuple[int, bool]] = {}  # for a version of the maxima
 

@@ -77,10 +77,10 @@ def is_count(name: str) -> bool:
 def count_losses(matrix: Tensor, quantized: QuantizedTensor) -> Tensor:
     """Return the numbers of saturated, underflowed and all elements of a matrix [m, k]: int64 [3]."""
     blocks, most = quantized.blocks, quantized.fp32_scales * quantized.form.largest
-    bits, height = quantized.values.view(torch.uint8), blocks.height(matrix)
+    bits, count = quantized.values.view(torch.uint8), blocks.conversion_rows(matrix)
     beyond = gone = torch.zeros((), dtype=torch.int64, device=matrix.device)
-    for first in range(0, len(matrix), height):  # so that temporary tensors are small
-        rows = slice(first, first + height)
+    for first in range(0, len(matrix), count):  # so that temporary tensors are small
+        rows = slice(first, first + count)
         row = 0 if blocks.rows is None else first // blocks.rows
         cut = blocks.to_blocks(matrix[rows])
         beyond = beyond + (cut.abs() > most[row : row + len(cut), None, :, None]).sum()

@@ -68,8 +68,8 @@ class ScaleBlocks(NamedTuple):
                 blocks = matrix[rows, columns].unflatten(1, (-1, width)).unflatten(0, (-1, height))
                 blocks.mul_(factors[below, None, beside, None])
 
-    def height(self, matrix: Tensor) -> int:
-        """Return the number of rows of a matrix that the CPU converts at a time (`AT_ONCE` elements).
+    def conversion_rows(self, matrix: Tensor) -> int:
+        """Return the number of rows of a matrix that the CPU converts at a time: about `AT_ONCE` elements.
 
         It is a multiple of the rows of a block, so that no block is in two parts.
         """
@@ -98,7 +98,9 @@ def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
         return blocks.to_blocks(matrix).abs().amax((1, 3)).float()
     if is_transposed(matrix):
         return block_maxima(matrix.t(), blocks.transposed).t()
-    parts = [_largest_magnitudes(blocks.to_blocks(part)) for part in matrix.split(blocks.height(matrix))]
+    parts = [
+        _largest_magnitudes(blocks.to_blocks(part)) for part in matrix.split(blocks.conversion_rows(matrix))
+    ]
     together = torch.cat(parts)
     return (together.amax(0, keepdim=True) if blocks.rows is None else together).float()
 
@@ -236,12 +238,12 @@ class Scaling:
             rounded = to_format(blocks.to_blocks(matrix) / scales[:, None, :, None], form)
             return blocks.from_blocks(rounded, (matrix.shape[0], columns))
         values = torch.empty(matrix.shape, dtype=form.dtype)
-        height = blocks.height(matrix)
-        for first in range(0, len(matrix), height):
-            part = matrix[first : first + height]
+        count = blocks.conversion_rows(matrix)
+        for first in range(0, len(matrix), count):
+            part = matrix[first : first + count]
             shape = (len(part), columns)
             row = 0 if blocks.rows is None else first // blocks.rows
             own = scales[row : row + blocks.counts(shape)[0]]
             rounded = to_format(blocks.to_blocks(part) / own[:, None, :, None], form)
-            values[first : first + height] = blocks.from_blocks(rounded, shape)
+            values[first : first + count] = blocks.from_blocks(rounded, shape)
         return values

@@ -42,7 +42,9 @@ Products in 16 bits are faster in larger tiles.
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and keys of tensors [s, b, heads, d] that a kernel computes together. Tiles are such blocks.
+    """Queries and keys of tensors [s, b, heads, d] that a kernel computes together.
+
+    A tile is a block with all rows of the batch.
 
     Attributes:
         queries: Rows of the queries.
@@ -57,7 +59,7 @@ class AttentionBlock(NamedTuple):
     batch: slice = slice(None)
 
     def placed(self, batch: slice, first_query: int, first_key: int) -> AttentionBlock:
-        """Return the block for rows of the batch, with queries and keys counted from these rows."""
+        """Return the block shifted by `first_query` and `first_key`, for these rows of the batch."""
         queries = slice(first_query + self.queries.start, first_query + self.queries.stop)
         keys = slice(first_key + self.keys.start, first_key + self.keys.stop)
         return AttentionBlock(queries, keys, self.mask, batch)

@@ -123,7 +123,7 @@ def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerS
 
 
 def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> LayerSizes:
-    modules = layer.modules_of_depths if isinstance(layer, Predictor) else []
+    modules = layer.prediction_modules if isinstance(layer, Predictor) else []
     of_axes = {"tensor": 0, "expert": 0, "none": 0}
     shapes = []
     for parameter in layer.all_parameters:

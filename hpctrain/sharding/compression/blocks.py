@@ -146,7 +146,7 @@ class CompressionBlocks:
         return blocks
 
     def code_spans(self, width: int, scale: int, span: Span) -> Iterator[Span]:
-        """Yield the ranges of bytes to send of the code of all blocks, so that the receiver has some of them.
+        """Yield the byte ranges, within the code of all blocks, that belong to the blocks of a span.
 
         The code has first `width` bytes of each block for its elements, then `scale` bytes of each block.
         Bytes that only fill blocks up are omitted.
@@ -154,7 +154,7 @@ class CompressionBlocks:
         Args:
             width: Bytes of a block's values.
             scale: Bytes of a block's scale.
-            span: The blocks to send.
+            span: The blocks.
         """
         begin = end = 0
         for piece in self.pieces:
@@ -225,7 +225,16 @@ def read_spans(code: Tensor, spans: Iterable[Span]) -> Tensor:
 
 
 def write_spans(code: Tensor, spans: Sequence[Span], data: Tensor) -> Tensor:
-    """Write the result of `read_spans` into its places in a code [..., bytes], and return the code."""
+    """Write bytes that another rank read by `read_spans` into the same ranges of a code, in place.
+
+    Args:
+        code: Code of blocks, or one code for each of several ranks: [..., bytes].
+        spans: Ranges of bytes of a code, such as those of `code_spans`.
+        data: Bytes of these ranges, concatenated, [..., total length of the ranges].
+
+    Returns:
+        The code.
+    """
     lengths = [last - first for first, last in spans]
     if lengths:
         places = [code[..., first:last] for first, last in spans]

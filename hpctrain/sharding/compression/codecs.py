@@ -104,7 +104,7 @@ class SignCodec(Codec):
 
 
 def sign_values(positive: Tensor, scales: Tensor) -> Tensor:
-    """Return the scale of its block, or minus that, for each sign, fp32 [n, BLOCK].
+    """Return, for each sign, plus or minus the scale of its block, fp32 [n, BLOCK].
 
     Args:
         positive: The signs, bool [n, BLOCK].

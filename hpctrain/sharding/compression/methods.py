@@ -56,8 +56,8 @@ class CompressionSettings:
 SUMS = frozenset({"bf16", "int8", "sign", "powersgd"})
 """Values of `communication.compress` for which the result is the sum of gradients.
 
-Exact sums replace it in the first updates, and if all ranks are on one node or there is only one. The result
-of other methods is something else, such as a momentum.
+During the warmup and on a single rank, exact sums are used instead; on a single node, too, if only messages
+between nodes are compressed. The result of other methods is something else, such as a momentum.
 """
 
 
@@ -87,7 +87,7 @@ def _reduction_between_nodes(settings: CompressionSettings, bucket: Bucket) -> G
 def _reduction_over_group(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     """Return a reduction that compresses between all ranks of the bucket's group, from the first update on.
 
-    It is exact without compression, or if "topk" would send everything or has neither ranks nor a momentum.
+    It is exact without compression, or if "topk" would send everything or has no other rank and no momentum.
     """
     keys, rule = settings.keys, settings.rule
     match keys.compression:

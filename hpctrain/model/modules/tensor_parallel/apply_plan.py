@@ -66,7 +66,9 @@ def apply_plan(
 
 
 class ModuleSplit:
-    """Module that styles split over tensor ranks, with what they share; see `apply_plan`.
+    """State of splitting one module: the module, its plan, and what styles record and share.
+
+    `apply_plan` creates it, passes it to the styles, and returns it.
 
     Attributes:
         names: First name of each parameter that the module had.
@@ -131,8 +133,16 @@ class ModuleSplit:
             shard = replace(shard, shape=shape, start=start, local=local)
         return replacement(LayerGradientParameter, original, shard)
 
-    def biases(self, old: nn.Module, rows: Partition) -> list[LayerGradientParameter]:
-        """Return this rank's rows of a layer's bias, or nothing if it has none."""
+    def split_biases(self, old: nn.Module, rows: Partition) -> list[LayerGradientParameter]:
+        """Create the parameter that replaces a layer's bias on this rank.
+
+        Args:
+            old: The layer.
+            rows: Elements of the bias that this rank holds.
+
+        Returns:
+            A list of the new parameter, or [] if the layer has no bias.
+        """
         if old._parameters.get("bias") is None:
             return []
         return [self.parameter(old, "bias", split_shard(self.parameter_name(old, "bias"), rows))]

@@ -34,7 +34,7 @@ class SplitPlan:
     problems: tuple[str, ...] = ()
 
     def names_with_style(self, style: type[SplitStyle]) -> list[str]:
-        """Return the names of all parts that have a style."""
+        """Return the names of all parts whose style has exactly this class, not a subclass of it."""
         return [name for name, each in self.styles.items() if type(each) is style]
 
 

@@ -56,7 +56,8 @@ class SplitStyle(ABC):
     Attributes:
         name: Name in `model.plan`.
         options: Options that a plan may set.
-        covers_parameters: True if the style says how the part's parameters are held, so that no other may.
+        covers_parameters: True if the style says how the part's parameters are held. No other style may then
+            apply to these parameters.
         splits_parameters: True if ranks hold pieces of the part's parameters.
     """
 
@@ -171,7 +172,7 @@ class Column(LinearStyle):
             rows = replace(part, size=linear.outputs, start=start + part.start)
             shard = split_shard(split.parameter_name(old, "weight"), rows, linear.inputs)
             weights.append(split.parameter(old, "weight", shard, linear.transposed))
-            biases += split.biases(old, rows)
+            biases += split.split_biases(old, rows)
             start += size
         return BatchFirstColumnLinear(split.context_of(name), weights, biases, linear, tensor, self.gathers)
 
@@ -238,7 +239,7 @@ class Vocabulary(SplitStyle):
             split_embedding(old, table, layer_context)
             return
         shard = table.shard
-        biases = split.biases(old, Partition(shard.shape[0], shard.start[0], shard.local[0]))
+        biases = split.split_biases(old, Partition(shard.shape[0], shard.start[0], shard.local[0]))
         for bias in biases:
             for parent in split.module.modules():  # a module around the head may have the bias, too
                 parent._parameters |= {n: bias for n, p in parent._parameters.items() if p is old.bias}
@@ -354,11 +355,14 @@ class Gather(SplitStyle):
         split.change_input(name, partial(enter_split, split.layer_context))
 
 
-class CutSequence(SplitStyle):
-    """Submodule before which, with sequence parallelism, each rank takes its slice of sequences."""
+class SequenceStyle(SplitStyle):
+    """Style of a submodule before which, with sequence parallelism, sequences are cut or joined.
 
-    name = "cut"
-    joins: ClassVar[bool] = False
+    Attributes:
+        joins: True if slices of sequences are gathered, False if each rank takes its slice.
+    """
+
+    joins: ClassVar[bool]
 
     @override
     def apply(self, split: ModuleSplit, name: str) -> None:
@@ -367,7 +371,13 @@ class CutSequence(SplitStyle):
             split.change_input(name, partial(exchange, split.layer_context.tensor))
 
 
-class JoinSequence(CutSequence):
+class CutSequence(SequenceStyle):
+    """Submodule before which, with sequence parallelism, each rank takes its slice of sequences."""
+
+    name, joins = "cut", False
+
+
+class JoinSequence(SequenceStyle):
     """Submodule before which, with sequence parallelism, the slices of sequences are gathered."""
 
     name, joins = "join", True

@@ -88,10 +88,10 @@ class UnsplitLinear(ReplacementLinear):
 
 
 class _UnsplitAutograd(ColumnAutograd):
-    """Product of an `UnsplitLinear`, with two kinds of backward passes.
+    """Product of an `UnsplitLinear`, in backward passes of the pipeline or inside the module.
 
-    In the pass of the pipeline, gradients of weights are added to their buffers as in `ColumnAutograd`. In a
-    backward pass inside of the module, all gradients are returned to autograd.
+    A backward pass of the pipeline adds gradients of weights to their buffers, as `ColumnAutograd` does. A
+    backward pass that the module itself runs returns all gradients to autograd.
     """
 
     @staticmethod

@@ -45,8 +45,8 @@ class CompiledFunctions(LayerFunctions):
 
     @property
     def library(self) -> ctypes.CDLL:
-        """Compiled library. Its functions take tensors, numbers and structures, see `FUNCTIONS`."""
-        assert self._library is not None, "these functions only serve a plan"
+        """Compiled library. Its functions take tensors, numbers and structures (`FUNCTIONS`)."""
+        assert self._library is not None, "no library: these functions are for plans"
         return self._library
 
     @override

@@ -67,7 +67,7 @@ class Address(ctypes.c_void_p):
 
 
 class Size(ctypes.c_int):
-    """Argument type of the bytes of an element, 4 or 2."""
+    """Argument type of the number of bytes of an element, 4 or 2."""
 
 
 class Offset(ctypes.c_int):
