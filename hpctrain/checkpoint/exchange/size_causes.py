@@ -38,21 +38,20 @@ def likely_cause(
         stored: Tensors in the folder.
     """
     files = architecture.files
-    keys = {name: key for name, (key, _) in files.config_sizes.items()}
-    if files.mixture is not None:
-        keys |= {name: key for name, (key, _) in files.mixture.sizes.items()}
-    counts = {"layers": (_LAYER, shape.layers + shape.mtp_layers), "experts": (_EXPERT, shape.experts)}
-    for name, (pattern, count) in counts.items():
+    counts = [(_LAYER, files.config_sizes["layers"][0], shape.layers, shape.layers + shape.mtp_layers)]
+    if files.mixture is not None and shape.experts is not None:
+        count = shape.experts.count
+        counts.append((_EXPERT, files.mixture.sizes["count"][0], count, count))
+    for pattern, key, size, expected_count in counts:
         numbers = {int(found[1]) for tensor in stored if (found := pattern.search(tensor))}
-        if numbers and name in keys and len(numbers) != count:
-            text = size_text(keys[name], getattr(shape, name), config)
-            return f", where {text}, but the files have {len(numbers)}"
+        if numbers and len(numbers) != expected_count:
+            return f", where {size_text(key, size, config)}, but the files have {len(numbers)}"
     for tensor in expected:
         held = stored.get(tensor.name)
         if held is None or len(held.shape) != len(tensor.shape) or held.shape == tensor.shape:
             continue
         different = {own for own, its in zip(tensor.shape, held.shape, strict=True) if own != its}
-        for key, value, result in _sizes(tensor.parts[0].dataset, architecture, shape, keys):
+        for key, value, result in _sizes(tensor.parts[0].dataset, architecture, shape):
             if result in different:
                 return f", where {size_text(key, value, config)}"
         break
@@ -60,24 +59,28 @@ def likely_cause(
 
 
 def _sizes(
-    dataset: str, architecture: HuggingFaceArchitecture, shape: ModelShape, keys: Mapping[str, str]
+    dataset: str, architecture: HuggingFaceArchitecture, shape: ModelShape
 ) -> Iterator[tuple[str, int, int]]:
     """Yield keys on which the shape of a tensor depends, their values, and the extents that they give."""
-    layer = dataset.rpartition(".")[0].rpartition(".")[2]
+    files, layer = architecture.files, dataset.rpartition(".")[0].rpartition(".")[2]
+    keys = {name: key for name, (key, _) in files.config_sizes.items()}
     if layer in {"tokens", "head"}:
         yield keys["vocabulary"], shape.vocabulary, shape.vocabulary
     if layer == "positions":
         yield keys["sequence"], shape.sequence, shape.sequence
-    if layer in {"key", "value"} and not architecture.files.latent:
+    if layer in {"key", "value"} and not files.latent:
         yield "num_key_value_heads", shape.key_value_heads, shape.key_value_heads * shape.head_size
     if layer in {"query", "key", "value", "output"}:
         yield keys["heads"], shape.heads, shape.heads * shape.head_size
     if "feed_forward" in dataset:
-        for name in ("experts", "expert_mlp", "mlp"):
-            if name in keys:
-                yield keys[name], getattr(shape, name), getattr(shape, name)
+        if files.mixture is not None and shape.experts is not None:
+            for name in ("count", "mlp"):
+                if name in files.mixture.sizes:
+                    size = getattr(shape.experts, name)
+                    yield files.mixture.sizes[name][0], size, size
+        yield keys["mlp"], shape.mlp, shape.mlp
     if shape.latent is not None and "attention" in dataset:
-        for name, (key, _) in architecture.files.latent.items():
+        for name, (key, _) in files.latent.items():
             if (size := getattr(shape.latent, name, None)) is not None:
                 yield key, size, size + (shape.latent.rotary_size if name == "key_value_rank" else 0)
     yield keys["hidden"], shape.hidden, shape.hidden
