@@ -36,6 +36,7 @@ def exchange(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[
     """Return `forward(x)`, whose backward pass applies `backward` to the gradient.
 
     The functions make opposite exchanges among ranks, such as to gather a tensor and to take a slice of it.
+    A function may also return its argument, or only start an exchange.
     """
     result: Tensor = _ExchangeAutograd.apply(x, forward, backward)
     return result
@@ -50,7 +51,8 @@ class _ExchangeAutograd(torch.autograd.Function):
         ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.exchange_gradient = backward
-        return forward(x)
+        result = forward(x)
+        return result.view_as(result) if result is x else result
 
     @staticmethod
     @override

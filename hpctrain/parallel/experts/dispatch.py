@@ -15,7 +15,6 @@ between their backward passes in the backward pass, and weight gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.backward.autograd import as_features
+from hpctrain.parallel.backward.autograd import as_features, exchange
 from hpctrain.parallel.backward.weight_gradients import DeferredGradient, compute_all
 from hpctrain.parallel.experts.grouped_products import Segments, count_numbers
 
@@ -109,8 +108,7 @@ class Dispatch:
 
     def send(self, rows: Tensor) -> Tensor:
         """Start to send copies of rows [n, h] to their experts, and return an argument for `receive`."""
-        result: Tensor = _ExchangeStep.apply(rows, self._start_copies, self._sum_row_gradients)
-        return result
+        return exchange(rows, self._start_copies, self._sum_row_gradients)
 
     def receive(self, arriving: Tensor) -> Tensor:
         """Return the rows [m, h] of this rank's experts, ordered as `segments` says.
@@ -123,8 +121,7 @@ class Dispatch:
         def backward(gradient: Tensor) -> Tensor:
             return self.placeholder(self._return_rows(gradient), count)
 
-        result: Tensor = _ExchangeStep.apply(arriving, self._receive_rows, backward)
-        return result
+        return exchange(arriving, self._receive_rows, backward)
 
     def send_back(self, results: Tensor) -> Tensor:
         """Sum the experts' results over `expert_tensor`, and start to return them to the ranks of the tokens.
@@ -135,8 +132,7 @@ class Dispatch:
         Returns:
             Argument for `combine`.
         """
-        result: Tensor = _ExchangeStep.apply(results, self._return_rows, self._receive_rows)
-        return result
+        return exchange(results, self._return_rows, self._receive_rows)
 
     def combine(self, arriving: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum [n, h] of the results of each row.
@@ -240,24 +236,6 @@ class Dispatch:
         If nothing is exchanged, return the gradient itself.
         """
         return arriving if self.local else arriving.new_zeros(()).expand(rows, arriving.shape[1])
-
-
-class _ExchangeStep(torch.autograd.Function):
-    """Step of `Dispatch`: one function of a tensor in the forward pass, and one in the backward pass."""
-
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.backward_function = backward
-        result = forward(x)
-        return result.view_as(result) if result is x else result
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_function(gradient), None, None
 
 
 class _Combine(torch.autograd.Function):
