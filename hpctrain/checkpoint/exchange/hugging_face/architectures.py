@@ -275,6 +275,10 @@ def architecture_of(config: Mapping[str, Any], where: str) -> HuggingFaceArchite
         # Older files have only the model type.
         names = [each.name for each in LANGUAGE_MODELS if config.get("model_type") == each.model_type]
     known = [each for name, each in ARCHITECTURES.items() if names == [name]]
+    other_types = {each.model_type for each in LANGUAGE_MODELS} - {each.model_type for each in known}
+    if known and config.get("model_type") in other_types:
+        value = f"model_type = {config['model_type']!r}"
+        raise HpctrainError(f"{where}: {value}: contradicts architectures = {names!r}")
     if "layer_types" in config and known and (layered := known[0].files.layered_architecture):
         known = [ARCHITECTURES[layered] if known[0].head == "vocabulary" else SCORED[layered]]
     if not known:

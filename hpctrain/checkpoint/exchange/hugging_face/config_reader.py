@@ -22,7 +22,7 @@ from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.family import AttentionBias, ConfigKey, MixtureFiles
 from hpctrain.deck.sections.experts import ExpertsTable, has_experts
 from hpctrain.deck.sections.latent import LatentTable
-from hpctrain.deck.sections.rope_scaling import rotated_features
+from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.text import either
@@ -77,6 +77,11 @@ class _ConfigReader:
         sizes |= self.head_sizes(sizes["heads"])
         if architecture.rotary:
             sizes |= self.windows_and_rotation(sizes)
+        else:
+            self.refuse_windows()
+        scaling: RopeScaling | None = sizes.get("rope_scaling")
+        if scaling is not None and scaling.kind == "dynamic":  # max_position_embeddings is without scaling
+            sizes["sequence"] = int(scaling.factor * sizes["sequence"])
         expert_keys = {} if files.mixture is None else self.expert_keys(files.mixture, sizes)
         if not files.has_key_for("attention_bias"):
             sizes["attention_bias"] = self.attention_bias()

@@ -100,6 +100,9 @@ class RopeParametersReader:
         base = self._number(f"{key}: rope_theta", values.pop("rope_theta", None), self._base)
         if "rope_theta" in table and table["rope_theta"] is None:
             self.problems.append((f"{key}: rope_theta", None, "must be a number above 0"))
+        for name in [name for name, value in values.items() if isinstance(value, dict)]:
+            message = "unsupported: all layers of this architecture have the same rotary positions"
+            self.problems.append((f"{key}: {name}", values.pop(name), message))
         partial = values.pop("partial_rotary_factor", 1)
         older_kind = values.pop("type", "default")
         kind = values.pop("rope_type", older_kind)
