@@ -64,9 +64,9 @@ class DirectPreference(PairObjective):
         return LogProbabilityLoss(targets, scale, gradient_of)
 
     def pair_losses(self, log_ratios: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the pairs' losses, and the sums of all metrics, fp64.
+        """Return the sum of the pairs' losses, and the sums of all metrics in the order of `pair_sums`, fp64.
 
-        Pairs with an empty answer do not count.
+        Rows 2 i and 2 i + 1 are pair i, the chosen answer first. Pairs with an empty answer do not count.
 
         Args:
             log_ratios: For each row, log-probability of its answer minus that of the reference [batch].

@@ -135,7 +135,10 @@ class UserLoss(Objective):
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        """Divide the loss in place by the ratio of counted to expected samples or tokens, and return it.
+        """Divide `metrics["loss"]` by `metrics["counted"]`, remove the latter, and return it.
+
+        It is the ratio of the samples or tokens that the function counted to those that the loss and the
+        gradients are divided by already. The gradients must be divided by it as well.
 
         Raises:
             HpctrainError: The counts add up to 0, a negative number, or one that is not finite.

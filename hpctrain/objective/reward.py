@@ -59,9 +59,10 @@ class PairwiseReward(PairObjective):
     def pair_losses(
         self, rewards: Tensor, present: Tensor, extra_margins: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the pairs' losses, and the sums of all metrics, fp64.
+        """Return the sum of the pairs' losses, and the sums of all metrics in the order of `pair_sums`, fp64.
 
-        Pairs in which a row has no answer do not count.
+        Rows 2 i and 2 i + 1 are pair i, the chosen answer first. Pairs in which a row has no answer do not
+        count.
 
         Args:
             rewards: Reward of each row [batch].

@@ -31,10 +31,11 @@ def build_inference_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
 
 
 def build_initial_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
-    """Build a stage without gradients whose weights are initialized as those of a new run.
+    """Build a stage without gradients for the model that a run started from, to compare models with it.
 
-    Its optimizer holds the weights in the dtype in which the run initializes them, so that both round them in
-    the same way. Replace it by `IdleOptimizer()` once the weights are published, to free that memory.
+    Its weights are initialized as those of a new run. An IdleOptimizer holds them in the dtype in which the
+    run initializes them, so that rounding to parameters gives the same bits. When the parameters have their
+    values, replace it by an empty `IdleOptimizer()`, to free that memory.
     """
     stage = build_inference_stage(deck, setup)
     has_adapters = deck.model.adapters is not None

@@ -93,7 +93,7 @@ class Muon:
         return orthogonalize(directions.view(directions.shape[-2:]), self.steps).view(directions.shape)
 
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
-        """Update the weights of a piece of a block with its transformed directions."""
+        """Update the weights of a piece of a matrix with its transformed directions, after weight decay."""
         assert part.shard is not None
         part.decay_weights(learning_rate * self.weight_decay)
         rows, columns = part.shard.shape[-2:]

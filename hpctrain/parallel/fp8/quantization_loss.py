@@ -60,7 +60,16 @@ def record_loss(
 def record_counts(
     statistics: StepStatistics, name: str, counts: Tensor, maxima: Tensor, quantized: QuantizedTensor
 ) -> None:
-    """Record the `counts` of `count_losses`, of all of a matrix or of this rank's part."""
+    """Record counts of `count_losses` and the range of scales of a matrix, if the step is detailed.
+
+    Args:
+        statistics: Statistics of the step.
+        name: Name of the operand in metrics.
+        counts: Saturated, underflowed and all elements of the matrix or of this rank's part, int64 [3].
+        maxima: Largest magnitude of each block that has a scale. Blocks with 0 or a non-finite one are left
+            out.
+        quantized: The matrix in 8 bits, for its scales.
+    """
     if not statistics.is_detailed:
         return
     statistics.record_sum(f"{_LOST}/{name}", counts)

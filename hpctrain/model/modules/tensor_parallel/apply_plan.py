@@ -96,7 +96,7 @@ class ModuleSplit:
         return self._unsplit_context if name.startswith(self._gathered) else self.layer_context
 
     def change_input(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the first tensor that a submodule is called with."""
+        """Make later calls of a submodule change its first tensor argument by a function."""
         part = self.module.get_submodule(name)
         set_forward(part, partial(_call_with_changed_input, change, part.forward))
 
