@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.exchange.module_source import is_native
+from hpctrain.checkpoint.exchange.hugging_face.architectures import native_architecture
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
@@ -315,7 +315,7 @@ def results() -> dict[str, dict[str, str]]:
 
 def is_built_in(name: str) -> bool:
     """Return True if hpctrain has the architecture of this name itself."""
-    return is_native({"architectures": [name]}, "config.json")
+    return native_architecture({"architectures": [name]}, "config.json") is not None
 
 
 def assert_same_text(world: World, folder: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.exchange.hugging_face.architectures import architecture_of
+from hpctrain.checkpoint.exchange.hugging_face.architectures import native_architecture
 from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, read_json
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.deck.code import CAUSAL_MODEL
@@ -18,25 +16,20 @@ from hpctrain.model.modules.causal_model import causal_model_keys
 _KEYS = ("module", "arguments", "blocks", "plan", "buffers", "vocabulary")
 
 
-def is_native(config: Mapping[str, Any], where: str) -> bool:
-    """Return True if hpctrain has the architecture of a config.json itself."""
-    try:
-        architecture_of(config, where)
-    except HpctrainError:
-        return False
-    return True
-
-
 def folder_module_keys(path: Path) -> dict[str, object]:
     """Return the keys of a deck with the model of a folder, by full name; see `causal_model_keys`.
 
     They are empty if hpctrain has its architecture itself, or if the folder has no config.json.
+
+    Raises:
+        HpctrainError: As in `native_architecture` and `causal_model_keys`.
     """
     file = path / CONFIG
     if not file.is_file():
         return {}
     config = read_json(file)
-    return {} if is_native(config, str(file)) else causal_model_keys(config, str(file))
+    is_native = native_architecture(config, str(file)) is not None
+    return {} if is_native else causal_model_keys(config, str(file))
 
 
 def stored_module_deck(structure: CheckpointIndex) -> Deck | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpctrain.checkpoint.exchange.fp8_blocks import Fp8Folder
+from hpctrain.checkpoint.exchange.fp8_blocks import SCALES, Fp8Folder
 from hpctrain.checkpoint.exchange.mxfp4 import Mxfp4Folder
 from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, TensorFolder
 from hpctrain.deck.family import MXFP4
@@ -55,12 +55,19 @@ def dequantized(folder: TensorFolder, config: Mapping[str, Any], method: str) ->
         method: `quant_method` that the architecture supports beside fp8; "" for none.
 
     Raises:
-        HpctrainError: Scales are missing or do not fit their weights, or weights in 8 bits are not described.
+        HpctrainError: Scales are missing or do not fit their weights, weights in 8 bits are not described, or
+            there are none although the config.json describes them.
     """
     table = config.get(_TABLE) or {}
-    if table.get("quant_method") == _FP8 and (size := _block_size(table)) is not None:
-        return Fp8Folder(folder, size)
     in_8_bits = [name for name, each in folder.tensors.items() if each.kind.startswith("F8_")]
+    if table.get("quant_method") == _FP8 and (size := _block_size(table)) is not None:
+        if not in_8_bits and not any(name.endswith(SCALES) for name in folder.tensors):
+            # transformers reads such weights as they are on CPUs, and without their scales on GPUs.
+            raise HpctrainError(
+                f"{folder.path / CONFIG}: {_TABLE}: quant_method = {_FP8!r}: no tensor of these files is in 8 "
+                "bits; remove the key if their weights are not quantized"
+            )
+        return Fp8Folder(folder, size)
     if in_8_bits:
         example = f"{in_8_bits[0]} in {folder.tensors[in_8_bits[0]].file}"
         raise HpctrainError(

@@ -194,6 +194,17 @@ def test_a_config_that_describes_other_scales_is_refused_by_its_key(
     assert caught.value.exit_code == 2 and problem in sentence, sentence
 
 
+def test_a_config_that_describes_8_bits_over_plain_weights_is_refused(tmp_path: Path) -> None:
+    reference("deepseek-v3").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": TABLE}))
+    with pytest.raises(HpctrainError) as caught:
+        open_model(tmp_path)
+    (sentence,) = caught.value.problems
+    assert caught.value.exit_code == 2
+    assert "quantization_config: quant_method = 'fp8': no tensor of these files is in 8 bits" in sentence
+
+
 def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     quantized_folder(tmp_path, "deepseek-v3")
     (file,) = (each for each in tmp_path.glob("model-*") if DOWN in safetensors.load_file(each))

@@ -392,7 +392,14 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
             ["MambaForCausalLM"],
             "unsupported architecture; expected LlamaForCausalLM",
         ),
-        ("llama", "model_type", "gpt2", "unsupported architecture; expected GPT2LMHeadModel"),
+        ("llama", "model_type", "gpt2", "'gpt2': contradicts architectures = ['LlamaForCausalLM']"),
+        (
+            "llama",
+            "architectures",
+            "LlamaForCausalLM",
+            "architectures = 'LlamaForCausalLM': must be a list with the name of a class, such as [",
+        ),
+        ("llama", "torch_dtype", "bfloat16", "torch_dtype = 'bfloat16': contradicts dtype = 'float32'"),
         (
             "llama",
             "rope_parameters",

@@ -268,20 +268,40 @@ def architecture_of(config: Mapping[str, Any], where: str) -> HuggingFaceArchite
         where: Its name in messages.
 
     Raises:
-        HpctrainError: The architecture is not supported.
+        HpctrainError: The architecture is not supported, or as in `native_architecture`.
+    """
+    architecture = native_architecture(config, where)
+    if architecture is None:
+        value = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
+        raise HpctrainError(f"{where}: {value}: unsupported architecture; expected {either(ARCHITECTURES)}")
+    return architecture
+
+
+def native_architecture(config: Mapping[str, Any], where: str) -> HuggingFaceArchitecture | None:
+    """Return the architecture that a config.json names; None if it is none of `ARCHITECTURES`.
+
+    Args:
+        config: Content of the config.json.
+        where: Its name in messages.
+
+    Raises:
+        HpctrainError: `architectures` is not a list, or contradicts `model_type`.
     """
     names = config.get("architectures")
     if names is None:
         # Older files have only the model type.
         names = [each.name for each in LANGUAGE_MODELS if config.get("model_type") == each.model_type]
-    known = [each for name, each in ARCHITECTURES.items() if names == [name]]
-    other_types = {each.model_type for each in LANGUAGE_MODELS} - {each.model_type for each in known}
-    if known and config.get("model_type") in other_types:
+    if not isinstance(names, list):
+        message = 'must be a list with the name of a class, such as ["LlamaForCausalLM"]'
+        raise HpctrainError(f"{where}: architectures = {names!r}: {message}")
+    known = next((each for name, each in ARCHITECTURES.items() if names == [name]), None)
+    if known is None:
+        return None
+    other_types = {each.model_type for each in LANGUAGE_MODELS} - {known.model_type}
+    if config.get("model_type") in other_types:
         value = f"model_type = {config['model_type']!r}"
         raise HpctrainError(f"{where}: {value}: contradicts architectures = {names!r}")
-    if "layer_types" in config and known and (layered := known[0].files.layered_architecture):
-        known = [ARCHITECTURES[layered] if known[0].head == "vocabulary" else SCORED[layered]]
-    if not known:
-        value = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
-        raise HpctrainError(f"{where}: {value}: unsupported architecture; expected {either(ARCHITECTURES)}")
-    return known[0]
+    layered = known.files.layered_architecture
+    if "layer_types" in config and layered:
+        return ARCHITECTURES[layered] if known.head == "vocabulary" else SCORED[layered]
+    return known

@@ -114,6 +114,9 @@ class _ConfigReader:
         if rotates_all and fraction not in (None, 1):
             message = f"unsupported; expected None for {files.model_type}"
             self.problem("partial_rotary_factor", fraction, message)
+        older, newer = config.get("torch_dtype"), config.get("dtype")
+        if None not in (older, newer) and older != newer:
+            self.problem("torch_dtype", older, f"contradicts dtype = {newer!r}")
         for problem in quantization_problems(config, files.quantization):
             self.problem(*problem)
 
