@@ -32,6 +32,9 @@ ParallelResidual = Literal["none", "one_norm", "two_norms"]
 MXFP4 = "mxfp4"
 """Weights in 4 bits with a scale for each block of 32, as gpt-oss is published."""
 
+ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Usual keys of a config.json for the base of rotary positions and for the share of rotated features."""
+
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _NO_DROPOUT: Mapping[str, Any] = MappingProxyType({"attention_dropout": 0.0})
 _SIZES = ("vocabulary", "sequence", "hidden", "layers", "heads", "mlp")
@@ -174,7 +177,8 @@ class ModelType:
         head_size: Default of the width of a head; None for width / heads.
         epsilon: Key and default of the number that norms add; key "" for a constant.
         tied: Default of `tie_word_embeddings`.
-        rope_base: Default of `rope_theta`.
+        rope_base: Default of the base of rotary positions.
+        rope_keys: Keys of this base and of the share of rotated features, beside `rope_parameters`.
         activation: Key and default of the activation.
         activation_aliases: Activation that `transformers` computes for a value of this key, where its name is
             that of another one.
@@ -224,6 +228,7 @@ class ModelType:
     epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
     tied: bool = False
     rope_base: float = 10_000.0
+    rope_keys: tuple[str, str] = ROPE_KEYS
     activation: tuple[str, str] = ("hidden_act", "silu")
     activation_aliases: Mapping[str, str] = field(default_factory=lambda: _NONE)
     gated: bool | None = None

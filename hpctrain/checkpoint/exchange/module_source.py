@@ -10,7 +10,6 @@ from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, read_json
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.causal_model import causal_model_keys
 
 _KEYS = ("module", "arguments", "blocks", "plan", "buffers", "vocabulary")

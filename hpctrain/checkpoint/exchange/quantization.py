@@ -64,8 +64,8 @@ def dequantized(folder: TensorFolder, config: Mapping[str, Any], method: str) ->
         if not in_8_bits and not any(name.endswith(SCALES) for name in folder.tensors):
             # transformers reads such weights as they are on CPUs, and without their scales on GPUs.
             raise HpctrainError(
-                f"{folder.path / CONFIG}: {_TABLE}: quant_method = {_FP8!r}: no tensor of these files is in 8 "
-                "bits; remove the key if their weights are not quantized"
+                f"{folder.path / CONFIG}: {_TABLE}: quant_method = {_FP8!r}: no tensor of these files is in "
+                "8 bits; remove the key if their weights are not quantized"
             )
         return Fp8Folder(folder, size)
     if in_8_bits:

@@ -12,6 +12,7 @@ _NEOX = ModelType(
     model_type="gpt_neox",
     sizes=(50432, 2048, 6144, 44, 64, 24576),
     epsilon=("layer_norm_eps", 1e-5),
+    rope_keys=("rotary_emb_base", "rotary_pct"),
     activation=("hidden_act", "gelu"),
     layers=(
         ("gpt_neox.embed_in", "embedding.tokens"),

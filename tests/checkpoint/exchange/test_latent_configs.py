@@ -6,16 +6,21 @@ Tests of checkpoint/exchange/hugging_face/yarn_scale.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 import pytest
+import torch
 
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.errors import HpctrainError
+from hpctrain.model.attention.rotary import RotaryFrequencies
 from hpctrain.model.shape import ModelShape
+
+transformers = pytest.importorskip("transformers")
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 SMALL: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -49,9 +54,53 @@ def test_a_written_config_has_the_scale_of_the_one_that_was_read(mscale: float, 
     assert shape.attention_scale is not None and shape.attention_scale > 14**-0.5
     written = config_of(shape, "float32")
     assert written["rope_scaling"]["mscale_all_dim"] == mscale
-    assert ("attention_factor" in written["rope_scaling"]) == (not alike)
+    assert written["rope_scaling"]["mscale"] == scaling["mscale"]
+    assert "attention_factor" not in written["rope_scaling"]
     assert shape_of(written, "config.json") == shape
     assert read().attention_scale is None and "rope_scaling" not in config_of(read(), "float32")
+
+
+def vllm_attention_factor(table: dict[str, Any]) -> float:
+    """Return the factor of rotated queries and keys as DeepseekScalingRotaryEmbedding of vLLM computes it.
+
+    It reads neither `attention_factor` nor defaults of `transformers`.
+    """
+    mscale, all_dim = (0.1 * table.get(*key) * log(table["factor"]) + 1 for key in VLLM_DEFAULTS.items())
+    return mscale / all_dim
+
+
+VLLM_DEFAULTS = {"mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"mscale": 2.0, "mscale_all_dim": 0.5},
+        {"mscale_all_dim": 0.7},
+        {"mscale_all_dim": 0.9, "attention_factor": 1.0},
+        {"mscale_all_dim": 0.9, "attention_factor": 1.2345},
+        {"mscale_all_dim": 0.9, "attention_factor": 0.9345},
+        {"attention_factor": 1.0},
+        {"attention_factor": 1.1},
+        {"attention_factor": 0.1 * log(4) + 1},
+        {"mscale": 0.707, "mscale_all_dim": 0.707},
+        {},
+    ],
+)
+def test_written_keys_of_yarn_mean_the_same_in_transformers_and_vllm(keys: dict[str, float]) -> None:
+    shape = read(rope_scaling={**YARN, **keys})
+    expected = RotaryFrequencies.of(shape)
+    written = config_of(shape, "float32")
+    assert shape_of(written, "config.json") == shape
+    assert config_of(shape, "float32", {"rope_scaling": {**YARN, **keys}}) == written
+    assert vllm_attention_factor(written["rope_scaling"]) == pytest.approx(
+        expected.attention_factor, rel=1e-15
+    )
+    config = transformers.DeepseekV3Config(**written)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    assert attention_factor == expected.attention_factor
+    angles = expected.angles_per_position(torch.device("cpu"))
+    torch.testing.assert_close(angles, frequencies.double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("head_size", [32, 128, 192, 14])
@@ -63,7 +112,7 @@ def test_a_default_scale_that_is_written_out_needs_no_key(
     for scale in (head_size**-0.5, 1 / sqrt(head_size)):
         written = config_of(replace(shape, attention_scale=scale), "float32")
         assert written == config_of(shape, "float32")
-        assert not {"mscale", "mscale_all_dim"} & written.get("rope_scaling", {}).keys()
+        assert not written.get("rope_scaling", {}).get("mscale_all_dim")
         assert shape_of(written, "config.json") == shape
     llama = replace(shape, family="llama", latent=None, experts=None, rope_scaling=None)
     assert config_of(replace(llama, attention_scale=head_size**-0.5), "float32") == config_of(

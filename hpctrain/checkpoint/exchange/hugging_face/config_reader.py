@@ -259,7 +259,7 @@ class _ConfigReader:
         tables = ("rope_parameters", "rope_scaling")
         if files.rope_parameters and all(config.get(key) is None for key in tables):
             config = {**config, "rope_parameters": files.rope_parameters}
-        reader = RopeParametersReader(config, files.rope_base, fraction)
+        reader = RopeParametersReader(config, files.rope_base, fraction, files.rope_keys)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
         latent: LatentTable | None = sizes.get("latent")
         base, scaling = reader.read(sizes["sequence"], latent.rotary_size if latent else head_size)
@@ -267,7 +267,7 @@ class _ConfigReader:
             self.problem(*problem)
         rotated = rotated_features(head_size, reader.fraction)
         if reader.fraction < 1 and (rotated % 2 or not rotated):
-            self.problem("partial_rotary_factor", reader.fraction, "must give an even number of features")
+            self.problem(files.rope_keys[1], reader.fraction, "must give an even number of features")
         fields_read = {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
         if latent is not None and scaling is not None and reader.mscale_all_dim is not None:
             fields_read["attention_scale"] = yarn_attention_scale(

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
 )
 from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
 from hpctrain.checkpoint.exchange.hugging_face.rope_parameters import local_rope_config, rope_config
-from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import mscale_of
+from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import latent_yarn_keys
 from hpctrain.deck.family import ConfigKey, MixtureFiles, WindowKeys
 from hpctrain.model.shape import ModelShape
 
@@ -58,7 +58,8 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
         if files.local_rope:
             own |= local_rope_config(shape.rope_base, shape.rope_scaling, shape.rope_local_base)
         else:
-            own |= rope_config(shape.rope_base, shape.rope_scaling, fraction, mscale_of(shape, imported))
+            yarn_keys = latent_yarn_keys(shape, imported)
+            own |= rope_config(shape.rope_base, shape.rope_scaling, fraction, yarn_keys, files.rope_keys)
     if shape.latent is not None:
         latent = {**dict(shape.latent), "plain_size": shape.head_size - shape.latent.rotary_size}
         own |= {key: latent[name] for name, (key, _) in files.latent.items()}

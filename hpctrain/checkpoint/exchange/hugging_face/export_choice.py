@@ -10,7 +10,7 @@ from hpctrain.checkpoint.exchange.hugging_face.architectures import (
     HuggingFaceArchitecture,
 )
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import NO_CONFIG, Config
-from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import has_default_scale, mscale_of
+from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import has_default_scale, mscale_all_dim_of
 from hpctrain.deck.family import MixtureFiles
 from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.deck.sources import toml_value
@@ -72,7 +72,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
     files = architecture.files
     if (shape.latent is None) == bool(files.latent):
         yield "latent", f"has {'' if files.latent else 'no '}latent attention"
-    elif shape.latent is not None and not has_default_scale(shape) and mscale_of(shape) is None:
+    elif shape.latent is not None and not has_default_scale(shape) and mscale_all_dim_of(shape) is None:
         supported = 'only with rope_scaling.kind = "yarn", and only a larger one'
         yield "attention_scale", f"supports a scale other than 1 / sqrt(head_size) {supported}"
     if (shape.experts is None) != (files.mixture is None):

@@ -1,18 +1,22 @@
 """Rotary positions in config.json of `transformers`: their base and the scaling of their frequencies.
 
-Files of version 5 have both in `rope_parameters`. Older files have `rope_theta`, and beside it `rope_scaling`
-if the frequencies are scaled.
+Files of version 5 have both in `rope_parameters`. Older files have `rope_theta`, which GPT-NeoX calls
+`rotary_emb_base`, and beside it `rope_scaling` if the frequencies are scaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import log
 from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import (
+    default_attention_factor,
+    yarn_attention_factor,
+)
+from hpctrain.deck.family import ROPE_KEYS
 from hpctrain.deck.key_messages import expected_value
 from hpctrain.deck.sections.rope_scaling import (
     ORDERED_KEYS,
@@ -40,32 +44,44 @@ _HF_KEYS: Mapping[str, str] = MappingProxyType(
 )
 """Names in a config.json of the keys of [model.rope_scaling] that have another name there."""
 
+_NO_KEYS: Mapping[str, float] = MappingProxyType({})
 _KINDS = get_args(RopeScaling.model_fields["kind"].annotation)
 
 
 class RopeParametersReader:
     """Reader of the rotary positions of a config.json, which collects what is wrong with them.
 
+    Args:
+        config: Content of the config.json.
+        default_base: Base of the frequencies where the file does not say it.
+        default_fraction: Share of the features of a head that are rotated, where the file does not say it;
+            None if files of this architecture cannot say it.
+        names: Keys of the base and of this share beside `rope_parameters`.
+
     Attributes:
+        fraction: Share of the features of a head that are rotated; known after `read`.
         problems: What is wrong, in the order in which it was found.
         mscale_all_dim: Key of "yarn" that says by how much latent attention multiplies its scores; None if it
             does not.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], default_base: float, default_fraction: float | None = None
+        self,
+        config: Mapping[str, Any],
+        default_base: float,
+        default_fraction: float | None = None,
+        names: tuple[str, str] = ROPE_KEYS,
     ) -> None:
         self.problems: list[Problem] = []
         self._config = config
-        has_neox_key = default_fraction is not None and "rotary_emb_base" in config
-        key = "rotary_emb_base" if has_neox_key else "rope_theta"
-        self._base = self._number(key, config.get(key), default_base)
+        self._names = names
+        base_key, fraction_key = names
+        self._base = self._number(base_key, config.get(base_key), default_base)
         self.fraction = 1.0
         self.mscale_all_dim: float | None = None
         self._reads_fraction = default_fraction is not None
         if default_fraction is not None:
-            key = "rotary_pct" if "rotary_pct" in config else "partial_rotary_factor"
-            self.fraction = self._fraction(key, config.get(key), default_fraction)
+            self.fraction = self._fraction(fraction_key, config.get(fraction_key), default_fraction)
 
     def read(self, sequence: int, head_size: int) -> tuple[float, RopeScaling | None]:
         """Return the base of the frequencies and their scaling, None if they are not scaled.
@@ -76,17 +92,33 @@ class RopeParametersReader:
             sequence: Value of max_position_embeddings.
             head_size: Number of features of an attention head.
         """
-        tables = ("rope_scaling", "rope_parameters")
-        for key in tables if self._reads_fraction else ():
-            table = self._config.get(key)
-            value = table.get("partial_rotary_factor") if isinstance(table, dict) else None
-            self.fraction = self._fraction(f"{key}: partial_rotary_factor", value, self.fraction)
-        head_size = rotated_features(head_size, self.fraction)
-        keys = [key for key in tables if self._config.get(key) not in (None, {})]
-        results = [self._read_table(key, self._config[key], sequence, head_size) for key in keys]
-        if len(results) == 2 and results[0] != results[1] and not self.problems:
+        keys = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key) not in (None, {})]
+        fractions = [self._table_fraction(key) for key in keys]
+        results: list[tuple[float, RopeScaling | None]] = []
+        for key, fraction in zip(keys, fractions, strict=True):
+            rotated = rotated_features(head_size, fraction)
+            results.append(self._read_table(key, self._config[key], sequence, rotated))
+        differ = len(keys) == 2 and (results[0] != results[1] or fractions[0] != fractions[1])
+        if differ and not self.problems:
             self.problems.append((keys[0], self._config[keys[0]], f"contradicts {keys[1]}"))
-        return results[0] if results else (self._base, None)
+        self.fraction = fractions[0] if fractions else self.fraction
+        base, scaling = results[0] if results else (self._base, None)
+        self._check_ignored_keys(base)
+        return base, scaling
+
+    def _table_fraction(self, key: str) -> float:
+        """Return the share of rotated features by `rope_scaling` or `rope_parameters`."""
+        table = self._config[key]
+        value = table.get(ROPE_KEYS[1]) if self._reads_fraction and isinstance(table, dict) else None
+        return self._fraction(f"{key}: {ROPE_KEYS[1]}", value, self.fraction)
+
+    def _check_ignored_keys(self, base: float) -> None:
+        """Report keys with the usual names that `transformers` ignores here and that say something else."""
+        for used, usual, value in zip(self._names, ROPE_KEYS, (base, self.fraction), strict=True):
+            ignored = self._config.get(usual)
+            if used != usual and ignored not in (None, value):
+                message = f"ignored by transformers, which computes with {value:g} here; set {used}"
+                self.problems.append((usual, ignored, message))
 
     def _read_table(
         self, key: str, table: object, sequence: int, head_size: int
@@ -95,6 +127,9 @@ class RopeParametersReader:
         before = len(self.problems)
         if not isinstance(table, dict):
             self.problems.append((key, table, "must be an object"))
+            return self._base, None
+        if "rope_type" in table and table["rope_type"] is None:  # an error in transformers, too
+            self.problems.append((f"{key}: rope_type", None, _unsupported_kind()))
             return self._base, None
         values = {name: value for name, value in table.items() if value is not None}
         base = self._number(f"{key}: rope_theta", values.pop("rope_theta", None), self._base)
@@ -108,8 +143,7 @@ class RopeParametersReader:
         kind = values.pop("rope_type", older_kind)
         kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
         if kind not in ("default", *_KINDS):
-            message = f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
-            self.problems.append((f"{key}: rope_type", kind, message))
+            self.problems.append((f"{key}: rope_type", kind, _unsupported_kind()))
             return base, None
         if partial != 1 and not self._reads_fraction:
             message = "unsupported: rotary positions rotate whole heads"
@@ -125,8 +159,12 @@ class RopeParametersReader:
                 self.problems.append((f"{key}: {_ORIGINAL}", original, message))
         else:
             values[_ORIGINAL] = self._config.get(_ORIGINAL, values.get(_ORIGINAL, sequence))
-        if kind == "yarn" and _is_number(mscale := values.get("mscale_all_dim")):
-            self.mscale_all_dim = mscale
+        if kind == "yarn":
+            for name in ("mscale", "mscale_all_dim"):
+                if not _is_number(value := values.get(name) or 1):
+                    self.problems.append((f"{key}: {name}", value, "must be a number of at least 0"))
+                    return base, None
+            self.mscale_all_dim = values.get("mscale_all_dim") or None
         if kind == "longrope" or "factor" in table:
             _resolve_factors(kind, values, sequence)
         scaling = self._scaling(key, kind, values)
@@ -180,9 +218,15 @@ def _resolve_factors(kind: str, values: dict[str, Any], sequence: int) -> None:
         if not values.get(name, True):
             del values[name]
     scales = values.pop("mscale", None), values.pop("mscale_all_dim", None)
-    if "attention_factor" not in values and all(map(_is_number, (*scales, values.get("factor")))):
-        numerator, denominator = (0.1 * scale * log(max(1.0, values["factor"])) + 1 for scale in scales)
-        values["attention_factor"] = numerator / denominator
+    if "attention_factor" not in values and all(scales) and _is_number(factor := values.get("factor")):
+        attention_factor = yarn_attention_factor(factor, *scales)
+        if attention_factor != default_attention_factor(factor):
+            values["attention_factor"] = attention_factor
+
+
+def _unsupported_kind() -> str:
+    """Return the message about a kind of scaling that is not supported."""
+    return f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
 
 
 def _is_number(value: object) -> bool:
@@ -205,7 +249,8 @@ def rope_config(
     base: float,
     scaling: RopeScaling | None,
     fraction: float | None = None,
-    mscale_all_dim: float | None = None,
+    yarn_keys: Mapping[str, float] = _NO_KEYS,
+    names: tuple[str, str] = ROPE_KEYS,
 ) -> dict[str, Any]:
     """Return the keys of a config.json that describe rotary positions, those of old and new versions.
 
@@ -213,18 +258,19 @@ def rope_config(
         base: Base of the frequencies.
         scaling: Scaling of the frequencies; None if they are not scaled.
         fraction: Share of the features of a head that are rotated; None where files do not say it.
-        mscale_all_dim: Key of "yarn" for the scores of latent attention; None if these are not multiplied.
+        yarn_keys: Values of `latent_yarn_keys`, which replace `attention_factor`.
+        names: Keys of the base and of `fraction` beside `rope_parameters`.
     """
-    keys = _rope_config(base, scaling)
-    if mscale_all_dim is not None:
-        for name in ("rope_scaling", "rope_parameters"):
-            keys[name]["mscale_all_dim"] = mscale_all_dim
-            if keys[name].get("attention_factor") == 1:  # as most files say it
-                keys[name]["mscale"] = mscale_all_dim
-                del keys[name]["attention_factor"]
+    parameters: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
+    keys: dict[str, Any] = {names[0]: base, "rope_parameters": parameters}
+    if scaling is not None:
+        values = _scaling_config(scaling)
+        if yarn_keys:
+            values.pop("attention_factor", None)
+        keys["rope_scaling"] = {**values, **yarn_keys}
+        keys["rope_parameters"] = parameters = {"rope_theta": base, **keys["rope_scaling"]}
     if fraction is not None:
-        keys["partial_rotary_factor"] = fraction
-        keys["rope_parameters"]["partial_rotary_factor"] = fraction
+        keys[names[1]] = parameters["partial_rotary_factor"] = fraction
     return keys
 
 
@@ -250,16 +296,10 @@ def of_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, An
     return {**config, "rope_parameters": tables.get(layer_type)}
 
 
-def _rope_config(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    if scaling is None:
-        return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}
-    values = {
+def _scaling_config(scaling: RopeScaling) -> dict[str, Any]:
+    """Return the keys of a config.json that describe a scaling of the frequencies."""
+    return {
         _HF_KEYS.get(name, name): list(value) if isinstance(value, tuple) else value
         for name, value in scaling_values(scaling).items()
         if (scaling.kind, name) != ("dynamic", "original_sequence")
-    }
-    return {
-        "rope_theta": base,
-        "rope_scaling": values,
-        "rope_parameters": {"rope_theta": base, **values},
     }

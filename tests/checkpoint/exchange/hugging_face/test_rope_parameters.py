@@ -100,6 +100,17 @@ def test_derived_values_are_those_of_transformers(
             "rope_scaling: rope_type = 'ntk': unsupported; expected 'default'",
         ),
         ({"type": ["yarn"]}, {}, "rope_scaling: rope_type = ['yarn']: unsupported"),
+        (
+            {"rope_type": None, "type": "linear", "factor": 2.0},
+            {},
+            "rope_scaling: rope_type = None: unsupported; expected 'default'",
+        ),
+        ({"type": "yarn", **YARN, "mscale": "1"}, {}, "rope_scaling: mscale = '1': must be a number of at"),
+        (
+            {"type": "yarn", **YARN, "mscale_all_dim": -1.0, "mscale": 1},
+            {},
+            "rope_scaling: mscale_all_dim = -1.0: must be a number of at least 0",
+        ),
         ("yarn", {}, "rope_scaling = 'yarn': must be an object"),
         ({"type": "linear"}, {}, "requires factor with rope_type = 'linear'"),
         ({"type": "linear", "factor": -2.0}, {}, "factor = -2.0: must be a number from 1 to 1000000"),
@@ -171,7 +182,8 @@ def test_configs_that_are_refused(scaling: Any, keys: dict[str, Any], told: str)
 def test_a_share_of_rotated_features_is_read_or_refused(name: str) -> None:
     config = {"architectures": [name], "id2label": {"0": "LABEL_0"}}
     if ARCHITECTURES[name].has_rotary_fraction:
-        assert shape_of({**config, "partial_rotary_factor": 0.5}, "config.json").rotary_fraction == 0.5
+        key = ARCHITECTURES[name].files.rope_keys[1]
+        assert shape_of({**config, key: 0.5}, "config.json").rotary_fraction == 0.5
         return
     assert shape_of({**config, "partial_rotary_factor": 1.0}, "config.json").rotary_fraction == 1
     with pytest.raises(HpctrainError, match=r"partial_rotary_factor = 0\.5: unsupported"):
@@ -179,6 +191,39 @@ def test_a_share_of_rotated_features_is_read_or_refused(name: str) -> None:
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"rope_theta": 300.0},
+            "rope_theta = 300.0: ignored by transformers, which computes with 10000",
+        ),
+        ({"partial_rotary_factor": 0.5, "rotary_pct": 0.75}, "which computes with 0.75 here; set rotary_pct"),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}},
+            "'factor': 2.0}: contradicts rope_parameters",
+        ),
+        ({"rope_theta": 300.0, "rotary_emb_base": 300.0, "rope_scaling": LINEAR}, ""),
+        ({"rotary_pct": 0.5, "rope_parameters": {"rope_theta": 300.0}}, ""),
+        ({"rotary_emb_base": 50.0, "rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}}, ""),
+    ],
+)
+def test_positions_of_neox_are_those_of_transformers(keys: dict[str, Any], told: str) -> None:
+    config = {"architectures": ["GPTNeoXForCausalLM"], "hidden_size": 48, "num_attention_heads": 6, **keys}
+    if told:
+        with pytest.raises(HpctrainError) as caught:
+            shape_of(config, "config.json")
+        assert told in str(caught.value), caught.value
+        return
+    transformers = pytest.importorskip("transformers")
+    shape = shape_of(config, "config.json")
+    for each in (config, config_of(shape, "float32")):
+        parameters = transformers.GPTNeoXConfig(**deepcopy(each)).rope_parameters
+        found = parameters["rope_theta"], parameters["partial_rotary_factor"], parameters.get("factor")
+        factor = None if shape.rope_scaling is None else shape.rope_scaling.factor
+        assert found == (shape.rope_base, shape.rotary_fraction, factor)
 
 
 @pytest.mark.parametrize(
