@@ -60,6 +60,7 @@ _DEEPSEEK_V2 = ModelType(
         "scoring_func": ("softmax", "softmax"),
     },
     attention_biases=("none",),
+    heads_divide_hidden=True,
     latent=_LATENT,
     mixture=deepseek_mixture(
         *(64, 6, 1407, 2, 0, 1, 1),

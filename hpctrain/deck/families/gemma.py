@@ -41,6 +41,7 @@ _GEMMA2 = ModelType(
     ),
     required_values={"use_bidirectional_attention": (None, None)},
     windows=WindowKeys(4096, has_layer_types=True, full_every=2),
+    heads_divide_hidden=True,
     reward_architecture="Gemma2ForSequenceClassification",
 )
 _GEMMA3 = replace(

@@ -15,6 +15,7 @@ _LLAMA = ModelType(
     sizes=(32000, 2048, 4096, 32, 32, 11008),
     keys=(ConfigKey("mlp_bias", "mlp_bias", False),),
     required_values={"sliding_window": (None, None)},
+    heads_divide_hidden=True,
     reward_architecture="LlamaForSequenceClassification",
 )
 _ARCEE = replace(

@@ -110,6 +110,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         yield "key_value_heads", f"requires as many key-value heads as query heads ({shape.heads})"
     if not files.grouped and shape.head_size * shape.heads != shape.hidden:
         yield "head_size", "requires hidden / heads"
+    if files.heads_divide_hidden and shape.hidden % shape.heads:
+        yield "heads", f"requires a number of heads that divides model.hidden = {shape.hidden}"
     if shape.experts is not None:
         yield from _mixture_requirements(architecture, shape, shape.experts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES, LANGUAGE_MODELS
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
+from hpctrain.errors import HpctrainError
 
 transformers = pytest.importorskip("transformers")
+REFUSED = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -53,3 +57,27 @@ def test_a_model_without_windows_computes(name: str) -> None:
     model = kind(kind.config_class(**config, **defaults))
     with torch.no_grad():
         assert model(torch.ones(1, 12, dtype=torch.long)).logits.isfinite().all()
+
+
+GROUPED = [each.name for each in LANGUAGE_MODELS if each.files.grouped]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_heads_that_do_not_divide_the_width_are_exported_where_transformers_takes_them(name: str) -> None:
+    files = ARCHITECTURES[name].files
+    small = deepcopy(SMALL) | {"hidden_size": 26} | ({"head_dim": None} if files.latent else {})
+    if files.local_rope:
+        del small["rope_parameters"]
+    message = "multiple of the number of attention heads"
+    with pytest.raises(REFUSED, match=message) if files.heads_divide_hidden else nullcontext():
+        getattr(transformers, name).config_class(**deepcopy(small))
+    if ARCHITECTURES[name].constant_fields.get("query_key_norm") == "all":
+        return  # refused on import, since its norms need heads of width / heads
+    shape = shape_of({**small, "architectures": [name]}, "config.json")
+    if not files.heads_divide_hidden:
+        assert config_of(shape, "float32", {"model_type": files.model_type})["architectures"] == [name]
+    elif name == "LlamaForCausalLM":
+        assert config_of(shape, "float32")["architectures"] == ["MistralForCausalLM"]
+    else:
+        with pytest.raises(HpctrainError, match=r"model\.heads = 3: .* that divides model\.hidden = 26"):
+            config_of(shape, "float32")
