@@ -129,7 +129,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "neox": ("GPTNeoX", {"num_key_value_heads": None, "hidden_size": 48, "num_attention_heads": 6}),
+    "neox": (
+        "GPTNeoX",
+        {
+            "num_key_value_heads": None,
+            "hidden_size": 42,
+            "num_attention_heads": 3,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 3.0,
+                "rope_theta": 700.0,
+                "partial_rotary_factor": 0.45,
+            },
+        },
+    ),
     "neox-sequential": (
         "GPTNeoX",
         {

@@ -218,7 +218,8 @@ def _resolve_factors(kind: str, values: dict[str, Any], sequence: int) -> None:
         if not values.get(name, True):
             del values[name]
     scales = values.pop("mscale", None), values.pop("mscale_all_dim", None)
-    if "attention_factor" not in values and all(scales) and _is_number(factor := values.get("factor")):
+    factor: Any = values.get("factor")
+    if "attention_factor" not in values and all(scales) and _is_number(factor):
         attention_factor = yarn_attention_factor(factor, *scales)
         if attention_factor != default_attention_factor(factor):
             values["attention_factor"] = attention_factor
