@@ -233,7 +233,12 @@ def open_library(content: bytes) -> ctypes.CDLL:
     Raises:
         OSError: The library cannot be loaded.
     """
-    return ctypes.CDLL(f"/proc/self/fd/{_in_memory(content)}")
+    file = _in_memory(content)
+    try:
+        return ctypes.CDLL(f"/proc/self/fd/{file}")
+    except OSError:
+        os.close(file)
+        raise
 
 
 def _in_memory(content: bytes) -> int:

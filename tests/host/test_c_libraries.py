@@ -87,6 +87,13 @@ def test_a_library_is_compiled_and_tried_once(tmp_path: Path, monkeypatch: pytes
     assert open_library(build_library(source, program)).seven() == 8
 
 
+def test_the_file_of_a_library_that_cannot_be_loaded_is_closed() -> None:
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="/proc/self/fd/"):
+        open_library(b"no library")
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
 def test_nothing_is_left_of_a_compiler_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

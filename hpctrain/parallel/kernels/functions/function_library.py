@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-_LANES, _ROWS, _PANEL = 16, 64, 32  # as in functions.c
+_LANES, _ROWS, _PANEL, _BLOCK = 16, 64, 32, 1024  # as in functions.c
 PAGE, HIGHEST = _PANEL, 8  # tokens of a page there, and the most queries at a time
 
 
@@ -74,6 +74,14 @@ class Offset(ctypes.c_int):
     """Argument type of a number that is added to weights, 0 or 1."""
 
 
+class LogitColumns(ctypes.c_int64):
+    """Argument type of the number of columns of logits, which are read in blocks of 1,024."""
+
+
+class ChosenColumns(Address):
+    """Argument type of the address of a column for each row of logits, int64, negative for none."""
+
+
 _POINTERS = {kind: ctypes.POINTER(kind) for kind in (Heads, AttentionArguments, Paged)}
 _P, _N, _F, _H = Address, ctypes.c_int64, ctypes.c_float, _POINTERS[Heads]
 
@@ -84,8 +92,8 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "rms_norm_gradient": (_P, _P, _N, _P, _P, _P, _P, _N, _N, _N, Offset, Size),
     "layer_norm": (_P, _P, _P, _P, _P, _P, _N, _N, _F, Size),
     "layer_norm_gradient": (_P, _P, _P, _P, _P, _P, _P, _P, _N, _N, Size),
-    "softmax_statistics": (_P, _P, _P, _P, _P, _N, _N, _N, _F, Size),
-    "softmax_gradient": (_P, _P, _P, _P, _P, _N, _N, _N, _F, Size),
+    "softmax_statistics": (_P, ChosenColumns, _P, _P, _P, _N, LogitColumns, LogitColumns, _F, Size),
+    "softmax_gradient": (_P, ChosenColumns, _P, _P, _P, _N, LogitColumns, LogitColumns, _F, Size),
     "attend": (_POINTERS[AttentionArguments], _H, _H, _H, _H, _P, _P),
     "attend_gradient": (_POINTERS[AttentionArguments], _H, _H, _H, _H, _H, _H, _H, _H, _P, _P),
     "attend_paged": (_POINTERS[Paged], _H, _H, _H, _H, _P),
@@ -129,7 +137,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def call_all(library: ctypes.CDLL) -> None:
     """Call every function in both formats, with and without options, with complete vectors and remainders."""
-    rows, heads, head = _ROWS + 6, 2, 2 * _LANES + 8
+    rows, heads, head, count = _ROWS + 6, 2, 2 * _LANES + 8, 2 * _LANES + 2
     bytes_of_each = 4 * workspace_floats(rows, head)  # more than any other argument needs
     written, zeros = (ctypes.create_string_buffer(bytes_of_each) for _ in range(2))
     at, zero = ctypes.addressof(written), ctypes.addressof(zeros)
@@ -139,7 +147,9 @@ def call_all(library: ctypes.CDLL) -> None:
         for bounds in ((), (3, 1.0, zero))
     ]
     values: dict[Any, list[Any]] = {
-        ctypes.c_int64: [2 * _LANES + 2],
+        ctypes.c_int64: [count],
+        LogitColumns: [_BLOCK + 8],
+        ChosenColumns: [(ctypes.c_int64 * count)(-1, _BLOCK)],
         ctypes.c_float: [1.0],
         Size: [4, 2],
         Offset: [0, 1],

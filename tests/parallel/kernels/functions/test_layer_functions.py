@@ -347,6 +347,9 @@ def test_a_library_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
             try_library(trapping(name), program)
     with pytest.raises(CompilerError, match=r"does not run .*SIG(ILL|TRAP)"):  # in bf16 alone
         try_library(trapping("gated", "if (size == 2) __builtin_trap();"), program)
+    for case in ("columns > 1024", "column[0] < 0", "column[1] >= 1024"):  # more than one block of logits
+        with pytest.raises(CompilerError, match=r"does not run .*SIG(ILL|TRAP)"):
+            try_library(trapping("softmax_statistics", f"if ({case}) __builtin_trap();"), program)
     source = tmp_path / "small.c"
     source.write_text("void gelu(void) {}\n")
     with pytest.raises(CompilerError, match=r"does not run on this processor: .*gelu_gradient"):
