@@ -26,7 +26,7 @@ from hpctrain.parallel.operations import ElementwiseSize, elementwise_kind
 from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Partition
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear
+from hpctrain.parallel.tensor import ColumnLinear, LinearSpec, RowLinear
 
 if TYPE_CHECKING:
     from hpctrain.model.mixtures.mixture import Mixture
@@ -87,13 +87,10 @@ class FeedForward(nn.Module):
         self.activation, self.functions = ACTIVATIONS[shape.activation], layer_context.functions
         outputs = [(f"{name}.gate", rows)] if self.activation.gated else []
         outputs = [*outputs, (f"{name}.up", rows)]
-        biased = shape.mlp_bias
-        self.up = ColumnLinear(
-            shape.hidden, outputs, biased, layer_context, shared_input, adapters=shape.adapters
-        )
-        self.down = RowLinear(
-            f"{name}.down", inner, shape.hidden, biased, layer_context, adapters=shape.adapters
-        )
+        up = LinearSpec(shape.hidden, outputs, shape.mlp_bias, shared_input, shape.adapters)
+        self.up = ColumnLinear(up, layer_context)
+        down = LinearSpec(inner, [(f"{name}.down", shape.hidden)], shape.mlp_bias, adapters=shape.adapters)
+        self.down = RowLinear(down, layer_context)
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:

@@ -12,6 +12,7 @@ from hpctrain.model.norm import Norm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.replicated_linear import ReplicatedLinear
+from hpctrain.parallel.tensor import LinearSpec
 
 
 class PredictionModule(TransformerBlock):
@@ -41,8 +42,8 @@ class PredictionModule(TransformerBlock):
             return Norm(f"blocks.{index}.{layer}", shape, layer_context)
 
         self.embedding_norm, self.hidden_norm = norm("embedding_norm"), norm("hidden_norm")
-        outputs = [(f"blocks.{index}.projection", shape.hidden)]
-        self.projection = ReplicatedLinear(2 * shape.hidden, outputs, layer_context)
+        spec = LinearSpec(2 * shape.hidden, [(f"blocks.{index}.projection", shape.hidden)])
+        self.projection = ReplicatedLinear(spec, layer_context)
         self.final_norm = norm("final_norm")
 
     @override

@@ -18,7 +18,7 @@ from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.parallel.kernels.matmul_kernels import KernelTable
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.operations import Cut, MatrixSize
+from hpctrain.parallel.operations import MatrixSize, MatrixSplit
 from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 
@@ -34,7 +34,7 @@ class LayerAdapters(nn.Module):
 
     Args:
         adapted: Matrices that have an adapter.
-        cut: Features by which tensor ranks split the layer.
+        split: Features by which tensor ranks split the layer.
         adapters: Rank and scale in the deck.
         layer_context: Context of the layer.
 
@@ -44,10 +44,15 @@ class LayerAdapters(nn.Module):
     """
 
     def __init__(
-        self, adapted: Sequence[AdaptedMatrix], cut: Cut, adapters: Adapters, layer_context: LayerContext
+        self,
+        adapted: Sequence[AdaptedMatrix],
+        split: MatrixSplit,
+        adapters: Adapters,
+        layer_context: LayerContext,
     ) -> None:
         super().__init__()
-        self.adapted, self.cut, self.rank, self.scale = list(adapted), cut, adapters.rank, adapters.scale
+        self.adapted, self.split = list(adapted), split
+        self.rank, self.scale = adapters.rank, adapters.scale
         partial = frozenset({"tensor"}) if layer_context.tensor.size > 1 else frozenset[str]()
         # No kernel is measured for products so small.
         kernels = KernelTable(layer_context.products.kernels.default)
@@ -58,7 +63,7 @@ class LayerAdapters(nn.Module):
             name, (outputs, inputs) = weight.name.removesuffix(".weight"), weight.shape
             a = Shard.replicated(f"{name}.adapter.a", (self.rank, inputs), partial)
             b = Shard.replicated(f"{name}.adapter.b", (outputs, self.rank), partial)
-            if cut == "inputs":
+            if split == "inputs":
                 a = _split_like(weight, a, 1)
             else:
                 b = _split_like(weight, b, 0)
@@ -81,12 +86,13 @@ class LayerAdapters(nn.Module):
     @property
     def matrices(self) -> list[MatrixSize]:
         """Global matrices of all factors."""
-        cuts: tuple[Cut, Cut] = ("inputs", "whole") if self.cut == "inputs" else ("whole", "outputs")
+        by_inputs = self.split == "inputs"
+        splits: tuple[MatrixSplit, MatrixSplit] = ("inputs", "whole") if by_inputs else ("whole", "outputs")
         sizes = []
         for weight, _ in self.adapted:
             outputs, inputs = weight.shape
-            sizes.append(MatrixSize(self.rank, inputs, cuts[0], adapter=True))
-            sizes.append(MatrixSize(outputs, self.rank, cuts[1], adapter=True))
+            sizes.append(MatrixSize(self.rank, inputs, splits[0], adapter=True))
+            sizes.append(MatrixSize(outputs, self.rank, splits[1], adapter=True))
         return sizes
 
     def add(self, output: Tensor, inputs: Tensor) -> Tensor:

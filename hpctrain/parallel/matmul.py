@@ -46,7 +46,7 @@ class Matmul:
     to the statistics of its context.
 
     Args:
-        weights: Weights [n_i, k] that are neighbours in one bucket. Further ones may be appended later.
+        weights: Weights [n_i, k] that are neighbours in one bucket.
         layer_context: Context of the layer.
     """
 
@@ -56,9 +56,14 @@ class Matmul:
         self._converted_period: int | None = None
 
     @property
+    def output_sizes(self) -> list[int]:
+        """Local output features n_i of each weight."""
+        return [weight.shard.local[0] for weight in self.weights]
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Local sizes (n, k) of all weights together."""
-        return sum(weight.shard.local[0] for weight in self.weights), self.weights[0].shard.local[1]
+        return sum(self.output_sizes), self.weights[0].shard.local[1]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:

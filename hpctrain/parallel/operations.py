@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from hpctrain.deck.activations import Activation
 
-Cut = Literal["outputs", "inputs", "whole", "replicated"]
+MatrixSplit = Literal["outputs", "inputs", "whole", "replicated"]
 """Features of a matrix that the ranks of an axis split: of its outputs, of its inputs, or none.
 
 Tensor ranks split the tokens that are multiplied with a "whole" matrix. With a "replicated" one they do so
@@ -25,7 +25,7 @@ class MatrixSize(NamedTuple):
     Attributes:
         outputs: Output features.
         inputs: Input features.
-        cut: Features that tensor ranks split, or `expert_tensor` ranks in a mixture.
+        split: Features that tensor ranks split, or `expert_tensor` ranks in a mixture.
         experts_per_token: Number of experts with such a matrix that each token is multiplied with.
         experts: Number of experts with such a matrix, which `expert` ranks split.
         adapter: True for a factor of an adapter, which needs no messages of its own.
@@ -34,7 +34,7 @@ class MatrixSize(NamedTuple):
 
     outputs: int
     inputs: int
-    cut: Cut
+    split: MatrixSplit
     experts_per_token: int = 1
     experts: int = 1
     adapter: bool = False

@@ -10,17 +10,14 @@ partial sums. Otherwise all ranks compute the same: the ColumnLinear behind it s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor
-from typing_extensions import override
 
+from hpctrain.parallel.backward.autograd import exchange
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Shard
-from hpctrain.parallel.tensor import ColumnAutograd, SplitLinear
+from hpctrain.parallel.shards import Parameter, split_shard
+from hpctrain.parallel.tensor import ColumnAutograd, LinearSpec, SplitLinear
 
 
 class ReplicatedLinear(SplitLinear):
@@ -31,27 +28,21 @@ class ReplicatedLinear(SplitLinear):
     Its products are not in 8 bits, because the scales of pieces of a sequence would depend on the layout.
 
     Args:
-        inputs: Input features k.
-        outputs: Name and number of features of each output.
+        spec: Features and names, with the number of features of each output. It has no biases or adapters.
         layer_context: Context of the layer.
-        shared_input: True if another layer saves the same input for its backward pass.
     """
 
-    cut = "replicated"
+    split = "replicated"
     autograd = ColumnAutograd
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: Sequence[tuple[str, int]],
-        layer_context: LayerContext,
-        shared_input: bool = False,
-    ) -> None:
+    def __init__(self, spec: LinearSpec, layer_context: LayerContext) -> None:
+        assert not spec.biased and spec.adapters is None, "no model has them in such a layer"
+        weights = []
+        for name, rows in spec.outputs:
+            shard = split_shard(f"{name}.weight", rows, spec.inputs, axes=frozenset())
+            weights.append(Parameter(replace(shard, partial=layer_context.sequence_partial)))
         products = replace(layer_context.products, fp8=None)
-        super().__init__(replace(layer_context.unsplit(), products=products), shared_input)
-        partial = layer_context.sequence_partial
-        for name, size in outputs:
-            self.add_weight(Shard.replicated(f"{name}.weight", (size, inputs), partial), None)
+        super().__init__(replace(layer_context.unsplit(), products=products), weights, [], spec.shared_input)
 
 
 def share_over_heads(x: Tensor, layer_context: LayerContext) -> Tensor:
@@ -65,25 +56,9 @@ def share_over_heads(x: Tensor, layer_context: LayerContext) -> Tensor:
     """
     if layer_context.tensor.size == 1:
         return x
-    result: Tensor = _SharedOverHeads.apply(x, layer_context)
-    return result
 
-
-class _SharedOverHeads(torch.autograd.Function):
-    """Gather of sequence pieces (or the identity without sequence parallelism), and its backward pass.
-
-    The backward pass sums the gradients over tensor ranks, each of which has those of its own heads.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, layer_context: LayerContext) -> Tensor:
-        ctx.layer_context = layer_context
-        gathered = layer_context.gather_sequence(x)
-        return x.view_as(x) if gathered is x else gathered
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def sum_gradients(gradient: Tensor) -> Tensor:
         # The sum may overwrite its operand, which other functions may have received, too.
-        return ctx.layer_context.tensor_sum(gradient.clone()), None
+        return layer_context.tensor_sum(gradient.clone())
+
+    return exchange(x, layer_context.gather_sequence, sum_gradients)

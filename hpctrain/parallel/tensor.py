@@ -28,7 +28,8 @@ The classes of linear layers, of which each has one product (`Matmul`):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,7 @@ from hpctrain.parallel.matmul import (
     operand_tensors,
     start_gather_saved,
 )
-from hpctrain.parallel.operations import Cut, MatrixSize
+from hpctrain.parallel.operations import MatrixSize, MatrixSplit
 from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, gradient_of, split_shard
 
 
@@ -66,34 +67,80 @@ class MatmulLayer(nn.Module, ABC):
         """Parameters whose gradients the queue of weight gradients may defer."""
 
 
+@dataclass(frozen=True)
+class LinearSpec:
+    """Features, names and options of a linear layer Y = X A^T + b, however tensor ranks split it.
+
+    Several outputs, such as query, key and value, are computed by one product.
+
+    Attributes:
+        inputs: Input features k of all tensor ranks.
+        outputs: Name and features of each output, with parameters `<name>.weight` and `<name>.bias`. The
+            features are this rank's range of them if ranks split outputs, else their number.
+        biased: True for a layer with biases.
+        shared_input: True if another layer saves the same input for its backward pass.
+        adapters: Low-rank adapters of the deck, or None.
+    """
+
+    inputs: int
+    outputs: Sequence[tuple[str, int | Partition]]
+    biased: bool = False
+    shared_input: bool = False
+    adapters: Adapters | None = None
+
+    def parameters(
+        self, shards: Iterable[tuple[Shard, Shard]], initial: Initial = "normal"
+    ) -> tuple[list[Parameter], list[Parameter]]:
+        """Return new weights and biases, for the shards of the weight and the bias of each output."""
+        weights, biases = zip(*shards, strict=True)
+        return (
+            [Parameter(weight, initial=initial) for weight in weights],
+            [Parameter(bias, False, "zeros") for bias in biases] if self.biased else [],
+        )
+
+
 class SplitLinear(MatmulLayer):
     """Base class of the linear layers: fused weights with their biases, their product, and adapters.
 
     Args:
         layer_context: Context of the layer.
+        weights: Weights [n_i, k], which are fused along n.
+        biases: Bias [n_i] of each weight, or none.
         shared_input: True if another layer saves the same input for its backward pass.
+        adapters: Low-rank adapters of the deck, of which the layer takes those of its weights, or None.
+        product: Product with the weights; None for the one that the context chooses.
 
     Attributes:
-        cut: Features by which tensor ranks split the matrix.
+        split: Features by which tensor ranks split the matrix.
         autograd: Function with the forward and the backward pass.
         split_sizes: Local features of the output of each weight.
-        weights: Weights [n_i, k], which are neighbours in one bucket.
-        biases: Bias [n_i] of each weight, or none.
+        weights: Weights, which are neighbours in one bucket.
+        biases: Biases, which are neighbours, too.
         product: Products with all weights.
         adapter: Low-rank matrices that are added to the weights. None if there are none.
     """
 
-    cut: ClassVar[Cut]
+    split: ClassVar[MatrixSplit]
     autograd: ClassVar[type[torch.autograd.Function]]
 
-    def __init__(self, layer_context: LayerContext, shared_input: bool) -> None:
+    def __init__(
+        self,
+        layer_context: LayerContext,
+        weights: Sequence[Parameter],
+        biases: Sequence[Parameter],
+        shared_input: bool = False,
+        adapters: Adapters | None = None,
+        product: Matmul | None = None,
+    ) -> None:
         super().__init__()
         self.layer_context, self.shared_input = layer_context, shared_input
-        self.adapter: LayerAdapters | None = None
-        self.weights: list[Parameter] = []
-        self.biases: list[Parameter] = []
-        self.split_sizes: list[int] = []
-        self.product: Matmul
+        self.weights, self.biases = list(weights), list(biases)
+        for kind, parameters in (("weight", weights), ("bias", biases)):
+            for number, parameter in enumerate(parameters):
+                self.register_parameter(f"{kind}{number}", parameter)
+        self.product = make_matmul(self.weights, layer_context) if product is None else product
+        self.split_sizes = self.product.output_sizes
+        self.adapter = None if adapters is None else self._make_adapter(adapters)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer. Collective over tensor ranks."""
@@ -101,30 +148,14 @@ class SplitLinear(MatmulLayer):
         result: Tensor = apply_function(self.autograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
-    def add_weight(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
-        """Create a weight [n_i, k] and its bias [n_i]. Weights are fused along n."""
-        index = len(self.weights)
-        self.weights.append(Parameter(weight, initial=initial))
-        self.split_sizes.append(weight.local[0])
-        self.register_parameter(f"weight{index}", self.weights[-1])
-        if not index:
-            self.product = make_matmul(self.weights, self.layer_context)
-        if bias is not None:
-            self.biases.append(Parameter(bias, has_weight_decay=False, initial="zeros"))
-            self.register_parameter(f"bias{index}", self.biases[-1])
-
-    def add_adapters(self, adapters: Adapters | None) -> None:
-        """Create the adapters of the weights that `adapters` names. All weights must exist."""
-        if adapters is None:
-            return
+    def _make_adapter(self, adapters: Adapters) -> LayerAdapters | None:
+        """Return the adapters of the weights that `adapters` names, or None if it names none of them."""
         matrices, row = [], 0
-        for weight in self.weights:
-            rows = weight.shard.local[0]
+        for weight, rows in zip(self.weights, self.split_sizes, strict=True):
             if adapters.adapts(weight.shard.name.removesuffix(".weight")):
                 matrices.append(AdaptedMatrix(weight.shard, slice(row, row + rows)))
             row += rows
-        if matrices:
-            self.adapter = LayerAdapters(matrices, self.cut, adapters, self.layer_context)
+        return LayerAdapters(matrices, self.split, adapters, self.layer_context) if matrices else None
 
     def bias(self) -> Tensor | None:
         """Return all biases as one vector [n], or None if there are none."""
@@ -135,14 +166,14 @@ class SplitLinear(MatmulLayer):
     def matrices(self) -> list[MatrixSize]:
         outputs = sum(weight.shard.shape[0] for weight in self.weights)
         adapter = [] if self.adapter is None else self.adapter.matrices
-        size = MatrixSize(outputs, self.weights[0].shard.shape[1], self.cut, biased=bool(self.biases))
+        size = MatrixSize(outputs, self.weights[0].shard.shape[1], self.split, biased=bool(self.biases))
         return [size, *adapter]
 
     @property
     @override
     def deferred_parameters(self) -> list[Parameter]:
         # RowAutograd computes the gradients of biases at once, ColumnAutograd defers them.
-        return self.weights + (self.biases if self.cut == "outputs" else []) + self.adapter_parameters
+        return self.weights + (self.biases if self.split == "outputs" else []) + self.adapter_parameters
 
     @property
     def adapter_parameters(self) -> list[Parameter]:
@@ -314,38 +345,23 @@ class RowAutograd(torch.autograd.Function):
 class ColumnLinear(SplitLinear):
     """Linear layer Y = X A^T + b with A split by output features.
 
-    Several outputs (query, key and value; gate and up) are computed by one product. Each has parameters of
-    its own, `<name>.weight` and `<name>.bias`.
-
     The input is [s, b, k], the same on all tensor ranks; under sequence parallelism this rank's piece
     [s/t, b, k]. The output is this rank's features, [s, b, sum of split_sizes].
 
     Args:
-        inputs: Input features k.
-        outputs: Name and range of features of each output.
-        bias: True for a layer with biases.
+        spec: Features, names and options, with this rank's range of the features of each output.
         layer_context: Context of the layer.
-        shared_input: True if another layer saves the same input for its backward pass.
-        adapters: Low-rank adapters of the deck, or None.
     """
 
-    cut = "outputs"
+    split = "outputs"
     autograd = ColumnAutograd
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: Sequence[tuple[str, Partition]],
-        bias: bool,
-        layer_context: LayerContext,
-        shared_input: bool = False,
-        adapters: Adapters | None = None,
-    ) -> None:
-        super().__init__(layer_context, shared_input)
-        for name, rows in outputs:
-            weight = split_shard(f"{name}.weight", rows, inputs)
-            self.add_weight(weight, split_shard(f"{name}.bias", rows) if bias else None)
-        self.add_adapters(adapters)
+    def __init__(self, spec: LinearSpec, layer_context: LayerContext) -> None:
+        shards = [
+            (split_shard(f"{name}.weight", rows, spec.inputs), split_shard(f"{name}.bias", rows))
+            for name, rows in spec.outputs
+        ]
+        super().__init__(layer_context, *spec.parameters(shards), spec.shared_input, spec.adapters)
 
 
 class RowLinear(SplitLinear):
@@ -357,31 +373,18 @@ class RowLinear(SplitLinear):
     under sequence parallelism this rank's piece [s/t, b, n].
 
     Args:
-        name: Name of the layer; its parameters are `<name>.weight` and `<name>.bias`.
-        inputs: Global input features k.
-        outputs: Output features n.
-        bias: True for a layer with a bias.
+        spec: Features, names and options, with the number of features of each output.
         layer_context: Context of the layer.
-        shared_input: True if another layer saves the same input for its backward pass.
-        adapters: Low-rank adapters of the deck, or None.
     """
 
-    cut = "inputs"
+    split = "inputs"
     autograd = RowAutograd
 
-    def __init__(
-        self,
-        name: str,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        layer_context: LayerContext,
-        shared_input: bool = False,
-        adapters: Adapters | None = None,
-    ) -> None:
-        super().__init__(layer_context, shared_input)
-        weight = split_shard(f"{name}.weight", outputs, Partition.split(inputs, layer_context.tensor))
-        partial = layer_context.sequence_partial
-        biases = Shard.replicated(f"{name}.bias", (outputs,), partial) if bias else None
-        self.add_weight(weight, biases, "residual")
-        self.add_adapters(adapters)
+    def __init__(self, spec: LinearSpec, layer_context: LayerContext) -> None:
+        columns, partial = Partition.split(spec.inputs, layer_context.tensor), layer_context.sequence_partial
+        shards = []
+        for name, rows in spec.outputs:
+            weight = split_shard(f"{name}.weight", rows, columns)
+            shards.append((weight, Shard.replicated(f"{name}.bias", weight.shape[:1], partial)))
+        parameters = spec.parameters(shards, "residual")
+        super().__init__(layer_context, *parameters, spec.shared_input, spec.adapters)

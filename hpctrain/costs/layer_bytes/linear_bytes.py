@@ -14,7 +14,7 @@ from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 
 def saved_input(layer: SplitLinear, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what a linear layer saves of its input for the weight gradient."""
-    rows, group = (sizes.tokens, None) if layer.cut == "inputs" else (sizes.rows, layer.sequence_group)
+    rows, group = (sizes.tokens, None) if layer.split == "inputs" else (sizes.rows, layer.sequence_group)
     by_product = stored_input if layer.shared_input else matmul_bytes.saved_input
     return by_product(layer.product, rows, sizes, group)
 
@@ -33,11 +33,11 @@ def deferred_operands(layer: MatmulLayer, sizes: ActivationSizes) -> int:
 
 @deferred_operands.register
 def _operands_of_linear(layer: SplitLinear, sizes: ActivationSizes) -> int:
-    rows = sizes.rows if layer.cut == "replicated" else sizes.tokens
+    rows = sizes.rows if layer.split == "replicated" else sizes.tokens
     gradient = gradient_bytes(layer.product, rows, sizes)
     plain = sizes.features(layer.product.shape[0]).bytes
     # The gradients of a split bias are deferred, too, and need the gradient as stored.
-    of_biases = plain if layer.cut == "outputs" and layer.biases and gradient < plain else 0
+    of_biases = plain if layer.split == "outputs" and layer.biases and gradient < plain else 0
     return total(saved_input(layer, sizes)) + gradient + of_biases + 2 * total(saved_by_adapter(layer, sizes))
 
 

@@ -33,7 +33,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize
 from hpctrain.parallel.replicated_linear import ReplicatedLinear, share_over_heads
 from hpctrain.parallel.shards import Partition
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear
+from hpctrain.parallel.tensor import ColumnLinear, LinearSpec, RowLinear
 
 _EPSILON = 1e-6
 """Epsilon of the norms of latents, which is the same in all of DeepSeek's models."""
@@ -78,34 +78,30 @@ class LatentAttention(BlockAttention):
             split = Partition.split(shape.heads * head_rows, tensor, head_rows)
             return replace(split, unit=head_rows)
 
+        directly = latent.query_rank is None
         compressed = [
             (f"{name}.latent_down", latent.key_value_rank),
             (f"{name}.shared_key", latent.rotary_size),
         ]
+        inputs, queries, self.query_norm = shape.hidden, f"{name}.query", None
         if latent.query_rank is not None:
             compressed = [(f"{name}.query_down", latent.query_rank), *compressed]
-        shared = shared_input or latent.query_rank is None
-        self.compress = ReplicatedLinear(shape.hidden, compressed, layer_context, shared)
-        inputs, self.query_norm = shape.hidden, None
-        if latent.query_rank is not None:
-            inputs = latent.query_rank
+            inputs, queries = latent.query_rank, f"{name}.query_up"
             self.query_norm = _norm(f"{name}.query_down_norm", inputs, shape, layer_context)
-        directly = latent.query_rank is None
-        queries = f"{name}.query" if directly else f"{name}.query_up"
-        self.query = ColumnLinear(inputs, [(queries, rows(size))], False, layer_context, directly)
+        spec = LinearSpec(shape.hidden, compressed, shared_input=shared_input or directly)
+        self.compress = ReplicatedLinear(spec, layer_context)
+        spec = LinearSpec(inputs, [(queries, rows(size))], shared_input=directly)
+        self.query = ColumnLinear(spec, layer_context)
         self.latent_norm = _norm(f"{name}.latent_norm", latent.key_value_rank, shape, layer_context)
-        self.expand = ColumnLinear(
-            latent.key_value_rank,
-            [
-                (f"{name}.key_up", rows(size - latent.rotary_size)),
-                (f"{name}.value_up", replace(rows(latent.value_size), unit=1)),
-            ],
-            False,
-            layer_context,
-        )
-        sizes = shape.heads * latent.value_size, shape.hidden
+        expanded = [
+            (f"{name}.key_up", rows(size - latent.rotary_size)),
+            (f"{name}.value_up", replace(rows(latent.value_size), unit=1)),
+        ]
+        self.expand = ColumnLinear(LinearSpec(latent.key_value_rank, expanded), layer_context)
         shares = not self.pads and layer_context.saved_policy.keeps_core and not self.sends_heads
-        self.output = RowLinear(f"{name}.output", *sizes, False, layer_context, shares)
+        output = (f"{name}.output", shape.hidden)
+        spec = LinearSpec(shape.heads * latent.value_size, [output], shared_input=shares)
+        self.output = RowLinear(spec, layer_context)
 
     @property
     def pads(self) -> bool:

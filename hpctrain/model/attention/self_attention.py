@@ -27,7 +27,7 @@ from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.shards import Parameter, Partition, split_shard
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear
+from hpctrain.parallel.tensor import ColumnLinear, LinearSpec, RowLinear
 
 
 class BlockAttention(nn.Module, ABC):
@@ -143,18 +143,14 @@ class Attention(BlockAttention):
         size = shape.head_size
         queries = Partition.split(shape.heads * size, layer_context.tensor, size)
         keys = Partition.split(shape.key_value_heads * size, layer_context.tensor, size)
-        self.inner = ColumnLinear(
-            shape.hidden,
-            [
-                (f"{name}.query", replace(queries, unit=size)),
-                (f"{name}.key", replace(keys, unit=size)),
-                (f"{name}.value", keys),
-            ],
-            shape.attention_bias != "none",
-            layer_context,
-            shared_input,
-            adapters=shape.adapters,
-        )
+        outputs = [
+            (f"{name}.query", replace(queries, unit=size)),
+            (f"{name}.key", replace(keys, unit=size)),
+            (f"{name}.value", keys),
+        ]
+        biased = shape.attention_bias != "none"
+        spec = LinearSpec(shape.hidden, outputs, biased, shared_input, shape.adapters)
+        self.inner = ColumnLinear(spec, layer_context)
         clip = shape.query_key_value_clip
         self.clip = QueryKeyValueClip(clip, layer_context.saved_policy.rounds) if clip else None
         self.sinks: Parameter | None = None
@@ -163,10 +159,11 @@ class Attention(BlockAttention):
             self.sinks = Parameter(split_shard(f"{name}.sinks", heads), False, "zeros")
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, layer_context, queries, keys) if normed else None
-        sizes = shape.heads * size, shape.hidden
+        output = (f"{name}.output", shape.hidden)
         shared = layer_context.saved_policy.keeps_core and not self.sends_heads
         biased = shape.attention_bias == "all"
-        self.output = RowLinear(f"{name}.output", *sizes, biased, layer_context, shared, shape.adapters)
+        spec = LinearSpec(shape.heads * size, [output], biased, shared, shape.adapters)
+        self.output = RowLinear(spec, layer_context)
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:

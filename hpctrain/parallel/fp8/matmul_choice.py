@@ -12,7 +12,7 @@ from hpctrain.parallel.shards import Parameter
 
 
 def make_matmul(weights: Sequence[Parameter], layer_context: LayerContext) -> Matmul:
-    """Return the products of a layer with `weights`, of which at least the first one is known."""
+    """Return the products of a layer with its fused weights."""
     fp8 = layer_context.products.fp8
     if fp8 is None or fp8.excludes(weights[0].shard.name):
         return Matmul(weights, layer_context)

@@ -77,8 +77,8 @@ def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Prod
     layers = (each for layer in of_model for each in (layer, *layer.modules))
     for layer in dict.fromkeys(layers):
         for matrix in dict.fromkeys(layer.matrices):
-            outputs = matrix.outputs // (tensor if matrix.cut == "outputs" else 1)
-            inputs = matrix.inputs // (tensor if matrix.cut == "inputs" else 1)
+            outputs = matrix.outputs // (tensor if matrix.split == "outputs" else 1)
+            inputs = matrix.inputs // (tensor if matrix.split == "inputs" else 1)
             rows = chunk_rows(tokens, outputs, not host) if layer.is_last else tokens
             if matrix.experts == 1:
                 yield ProductShape(rows, outputs, inputs, layer.is_last, matrix.biased)

@@ -271,12 +271,12 @@ class _Times:
             ranks = at.expert_tensor
             count = matrix.experts / at.expert
             rows = at.tokens / at.tensor * matrix.experts_per_token * at.expert_tensor / count
-        elif matrix.cut == "whole" and not matrix.adapter:
+        elif matrix.split == "whole" and not matrix.adapter:
             rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
-        elif matrix.cut == "replicated":
+        elif matrix.split == "replicated":
             rows = at.rows
-        n = matrix.outputs / ranks if matrix.cut == "outputs" else matrix.outputs
-        k = matrix.inputs / ranks if matrix.cut == "inputs" else matrix.inputs
+        n = matrix.outputs / ranks if matrix.split == "outputs" else matrix.outputs
+        k = matrix.inputs / ranks if matrix.split == "inputs" else matrix.inputs
         if self.layer.is_last:  # logits of some rows at a time
             count, rows = rows / self.machine.logits_at_once(rows, n), self.machine.logits_at_once(rows, n)
         return rows, n, k, count
@@ -332,8 +332,8 @@ class _Times:
         summing = collective_seconds(machine, "all_reduce", hidden, at.tensor_ranks)
         dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1 and not matrix.adapter]
         # Latents are shorter than the hidden states that the other layers gather and sum.
-        begins = sum(matrix.inputs / self.layer.hidden for matrix in dense if matrix.cut == "outputs")
-        ends = sum(matrix.cut == "inputs" for matrix in dense) + float(self.layer.is_first)
+        begins = sum(matrix.inputs / self.layer.hidden for matrix in dense if matrix.split == "outputs")
+        ends = sum(matrix.split == "inputs" for matrix in dense) + float(self.layer.is_first)
         if any(matrix.experts > 1 for matrix in self.layer.matrices) and not at.sequence_parallel:
             ends += 0.5  # rows that ranks had apart are gathered again
         seen = at.zero == 3 or at.recompute not in {"none", "selective"}

@@ -21,7 +21,6 @@ from hpctrain.model.modules.tensor_parallel.activation_collectives import (
     split_features,
     transpose_sequence,
 )
-from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.operations import MatrixSize
@@ -83,12 +82,16 @@ class TransposedMatmul(Matmul):
     def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
         super().__init__(weights, layer_context)
         self._products = [Matmul([weight], layer_context) for weight in weights]
-        self._sizes = [weight.shard.local[1] for weight in weights]
+
+    @property
+    @override
+    def output_sizes(self) -> list[int]:
+        return [weight.shard.local[1] for weight in self.weights]
 
     @property
     @override
     def shape(self) -> tuple[int, int]:
-        return sum(self._sizes), self.weights[0].shard.local[0]
+        return sum(self.output_sizes), self.weights[0].shard.local[0]
 
     @property
     @override
@@ -109,7 +112,7 @@ class TransposedMatmul(Matmul):
     @override
     def input_gradient(self, output_gradient: Operand, out: Tensor | None = None) -> Tensor:
         assert isinstance(output_gradient, Tensor)
-        pieces = output_gradient.split(self._sizes, -1)
+        pieces = output_gradient.split(self.output_sizes, -1)
         first, *others = (each.forward(g) for each, g in zip(self._products, pieces, strict=True))
         for other in others:
             first += other
@@ -118,7 +121,7 @@ class TransposedMatmul(Matmul):
     @override
     def add_weight_gradient(self, output_gradient: Operand, inputs: Operand) -> None:
         assert isinstance(output_gradient, Tensor)
-        pieces = output_gradient.split(self._sizes, -1)
+        pieces = output_gradient.split(self.output_sizes, -1)
         for each, piece in zip(self._products, pieces, strict=True):
             each.add_weight_gradient(inputs, piece)
 
@@ -140,13 +143,9 @@ class ReplacementLinear(SplitLinear):
         biases: Sequence[LayerGradientParameter],
         linear: LinearSizes,
     ) -> None:
-        super().__init__(layer_context, shared_input=False)
-        self.linear, self.weights, self.biases = linear, [*weights], [*biases]
-        for kind, parameters in (("weight", weights), ("bias", biases)):
-            for number, parameter in enumerate(parameters):
-                self.register_parameter(f"{kind}{number}", parameter)
-        make = TransposedMatmul if linear.transposed else make_matmul
-        self.product = make(self.weights, layer_context)
+        product = TransposedMatmul(weights, layer_context) if linear.transposed else None
+        super().__init__(layer_context, weights, biases, product=product)
+        self.linear = linear
 
     @property
     def weight(self) -> Parameter:
@@ -156,7 +155,7 @@ class ReplacementLinear(SplitLinear):
     @property
     @override
     def matrices(self) -> list[MatrixSize]:
-        return [MatrixSize(self.linear.outputs, self.linear.inputs, self.cut)]
+        return [MatrixSize(self.linear.outputs, self.linear.inputs, self.split)]
 
     def run_batch_first(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `forward(x)`, with the sequence as first dimension if ranks have slices of it."""
@@ -193,7 +192,7 @@ class BatchFirstColumnLinear(ReplacementLinear):
         gathers_outputs: True if all ranks get the features of all ranks.
     """
 
-    cut = "outputs"
+    split = "outputs"
     autograd = ColumnAutograd
 
     def __init__(
@@ -232,7 +231,7 @@ class BatchFirstRowLinear(ReplacementLinear):
         splits_input: True if inputs have all features.
     """
 
-    cut = "inputs"
+    split = "inputs"
     autograd = RowAutograd
 
     def __init__(

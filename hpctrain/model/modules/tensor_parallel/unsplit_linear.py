@@ -51,7 +51,7 @@ def replace_linear_layers(module: nn.Module, layer_context: LayerContext) -> dic
 class UnsplitLinear(ReplacementLinear):
     """Replacement of a linear layer's forward method, which uses the layer's parameters."""
 
-    cut = "outputs"
+    split = "outputs"
 
     def __init__(self, module: nn.Module, linear: LinearSizes, layer_context: LayerContext) -> None:
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
