@@ -60,10 +60,8 @@ def model_files(
     config |= ids[MODEL_CONFIG]
     if architecture.head == "scalar" and "pad_token_id" not in imported:
         # transformers takes the score at the last token that is not padding. The end of an answer may have
-        # the id that stands for padding, so no padding id is written.
+        # the id that stands for padding, so there is no padding id.
         config["pad_token_id"] = None
-        if "pad_token_id" not in architecture.files.constants:
-            del config["pad_token_id"]
     config |= dict.fromkeys(_context_keys(architecture, config), context)
     files: dict[str, Any] = {MODEL_CONFIG: config}
     if shape.head == "vocabulary":
@@ -146,14 +144,16 @@ def _context_keys(architecture: HuggingFaceArchitecture, config: Mapping[str, An
 def _imported_config(imported: Mapping[str, Any], architecture: HuggingFaceArchitecture) -> dict[str, Any]:
     """Return the keys of an imported config.json that apply to the exported architecture.
 
-    If training changed the architecture (for example the head), only ids of special tokens apply.
+    If training changed the architecture (for example the head), only ids of special tokens apply. Without an
+    imported padding id there is none: `transformers` does not load a model whose vocabulary is smaller than
+    the id that its class has by default.
     """
     is_same_architecture = imported.get("architectures") == [architecture.name] or (
         imported.get("architectures") is None and imported.get("model_type") == architecture.model_type
     )
     if is_same_architecture:
         return {key: value for key, value in imported.items() if key not in _NOT_EXPORTED}
-    return {key: value for key, value in imported.items() if key.endswith(_ID)}
+    return {"pad_token_id": None} | {key: value for key, value in imported.items() if key.endswith(_ID)}
 
 
 def _special_ids_by_file(

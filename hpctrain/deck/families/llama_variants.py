@@ -20,8 +20,6 @@ _PHI3 = ModelType(
         ("model.layers.{}.mlp.gate_up_proj", "blocks.{}.feed_forward.gate", "blocks.{}.feed_forward.up"),
     ),
     attention_biases=("none",),
-    # The default of pad_token_id in transformers is beyond a smaller vocabulary.
-    constants={"attention_dropout": 0.0, "pad_token_id": None},
     has_rotary_fraction=True,
     windows=WindowKeys(None),
     reward_architecture="Phi3ForSequenceClassification",

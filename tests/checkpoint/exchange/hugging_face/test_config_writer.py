@@ -1,7 +1,11 @@
-"""Configs of models that were not imported: `transformers` makes a model of each, which computes."""
+"""Configs of models that were not imported: `transformers` makes a model of each, which computes.
+
+Tests of checkpoint/exchange/model_files.py, too.
+"""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -13,7 +17,10 @@ import torch
 from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES, LANGUAGE_MODELS
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
+from hpctrain.checkpoint.exchange.model_files import model_files
+from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.errors import HpctrainError
+from tests.checkpoint.exchange.test_hugging_face import no_warnings
 
 transformers = pytest.importorskip("transformers")
 REFUSED = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
@@ -32,6 +39,7 @@ SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 40,
+    "qk_rope_head_dim": 8,
     "n_group": 1,
     "topk_group": 1,
 }
@@ -53,8 +61,7 @@ def test_a_model_without_windows_computes(name: str) -> None:
     assert shape_of(config, "config.json").windows == shape.windows
     kind = getattr(transformers, name)
     del config["architectures"], config["model_type"]
-    defaults = {} if name == "Phi3ForCausalLM" else {"pad_token_id": None}
-    model = kind(kind.config_class(**config, **defaults))
+    model = kind(kind.config_class(**config, pad_token_id=None))
     with torch.no_grad():
         assert model(torch.ones(1, 12, dtype=torch.long)).logits.isfinite().all()
 
@@ -81,3 +88,17 @@ def test_heads_that_do_not_divide_the_width_are_exported_where_transformers_take
     else:
         with pytest.raises(HpctrainError, match=r"model\.heads = 3: .* that divides model\.hidden = 26"):
             config_of(shape, "float32")
+
+
+@pytest.mark.parametrize("name", [each.name for each in LANGUAGE_MODELS])
+def test_a_model_with_a_small_vocabulary_has_no_padding_id(name: str) -> None:
+    """Default ids of several classes are beyond the vocabulary, with which their models cannot be made."""
+    small = dict(SMALL)
+    if ARCHITECTURES[name].files.local_rope:
+        del small["rope_parameters"]
+    shape = shape_of({**small, "architectures": [name]}, "config.json")
+    config = json.loads(model_files(shape, "float32", TokenizerSettings(), None)["config.json"])
+    kind = getattr(transformers, *config.pop("architectures"))
+    with no_warnings():
+        model = kind(kind.config_class(**config))
+    assert model.get_input_embeddings().padding_idx is None
