@@ -165,7 +165,7 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
             )
         finally:
             transformers.logging.set_verbosity(verbosity)
-    flags = ("causal",) if config["model_type"] in _ALWAYS_CAUSAL else ("causal", "is_decoder")
+    flags = ("causal", "is_causal", *(() if config["model_type"] in _ALWAYS_CAUSAL else ("is_decoder",)))
     for name in flags:
         if getattr(model.config, name, True) is False:
             raise HpctrainError(

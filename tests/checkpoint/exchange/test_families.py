@@ -149,6 +149,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 48,
             "attention_bias": False,
             "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
             "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
         },
     ),

@@ -399,6 +399,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
             "LlamaForCausalLM",
             "architectures = 'LlamaForCausalLM': must be a list with the name of a class, such as [",
         ),
+        ("llama", "is_causal", False, "is_causal = False: unsupported: predictions would depend on later"),
         ("llama", "torch_dtype", "bfloat16", "torch_dtype = 'bfloat16': contradicts dtype = 'float32'"),
         (
             "llama",

@@ -83,6 +83,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "bert", "architectures": ["BertLMHeadModel"], "num_hidden_layers": 1},
         "is_decoder = False: this BertLMHeadModel is an encoder",
     ),
+    "bidirectional": (
+        {"model_type": "helium", "num_hidden_layers": 1, "is_causal": False},
+        "is_causal = False: this HeliumForCausalLM is an encoder, whose predictions depend on later tokens",
+    ),
     "t5": (
         {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
         "model_type = 't5': transformers .* has no causal language model of this type",

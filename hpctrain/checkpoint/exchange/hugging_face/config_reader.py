@@ -114,6 +114,9 @@ class _ConfigReader:
         if rotates_all and fraction not in (None, 1):
             message = f"unsupported; expected None for {files.model_type}"
             self.problem("partial_rotary_factor", fraction, message)
+        if not config.get("is_causal", True):
+            message = "unsupported: predictions would depend on later tokens"
+            self.problem("is_causal", config["is_causal"], message)
         older, newer = config.get("torch_dtype"), config.get("dtype")
         if None not in (older, newer) and older != newer:
             self.problem("torch_dtype", older, f"contradicts dtype = {newer!r}")
@@ -265,6 +268,8 @@ class _ConfigReader:
         base, scaling = reader.read(sizes["sequence"], latent.rotary_size if latent else head_size)
         for problem in reader.problems:
             self.problem(*problem)
+        if files.local_rope:
+            self.refuse_exact_bounds(scaling)
         rotated = rotated_features(head_size, reader.fraction)
         if reader.fraction < 1 and (rotated % 2 or not rotated):
             self.problem(files.rope_keys[1], reader.fraction, "must give an even number of features")
@@ -274,6 +279,16 @@ class _ConfigReader:
                 head_size, scaling.factor, reader.mscale_all_dim
             )
         return fields_read
+
+    def refuse_exact_bounds(self, scaling: RopeScaling | None) -> None:
+        """Report `truncate` = false, which `transformers` ignores in tables for types of layers.
+
+        It reads the key beside these tables instead.
+        """
+        tables = self.config.get("rope_parameters")
+        beside = tables.get("truncate", True) if isinstance(tables, Mapping) else True
+        if not beside or (scaling is not None and not scaling.truncate):
+            self.problem("truncate", False, f"unsupported; expected True for {self.files.model_type}")
 
     def local_base(self, sizes: Mapping[str, Any]) -> float | None:
         """Return the base of the rotary positions of layers with windows; None for those of other layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpctrain.checkpoint.exchange.hugging_face.architectures import MTP_LAYERS
+from hpctrain.checkpoint.exchange.hugging_face.architectures import MTP_LAYERS, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
     EXPERTS,
     FULL,
@@ -16,6 +16,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
 from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
 from hpctrain.checkpoint.exchange.hugging_face.rope_parameters import local_rope_config, rope_config
 from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import latent_yarn_keys
+from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.family import ConfigKey, MixtureFiles, WindowKeys
 from hpctrain.model.shape import ModelShape
 
@@ -48,7 +49,7 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
     if files.epsilon[0]:
         sizes[files.epsilon[0]] = shape.norm_epsilon
     required = {key: value for key, (value, _) in files.required_values.items() if value is not None}
-    required[files.activation[0]] = architecture.activations[shape.activation]
+    required[files.activation[0]] = _activation_name(architecture, shape.activation, imported)
     own: dict[str, Any] = {**files.constants, **dict.fromkeys(files.dropouts, shape.dropout)}
     if files.grouped:
         size = shape.head_size if shape.latent is None else shape.latent.rotary_size
@@ -75,6 +76,14 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
     if architecture.head == "scalar":
         identity |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return identity | sizes | own | required | shared
+
+
+def _activation_name(architecture: HuggingFaceArchitecture, activation: str, imported: Config) -> str:
+    """Return the name of an activation in config.json; that of the imported one if both mean the same."""
+    files = architecture.files
+    name = imported.get(files.activation[0])
+    is_same = isinstance(name, str) and imported_activation(name, architecture.gated) == activation
+    return name if is_same and name not in files.activation_aliases else architecture.activations[activation]
 
 
 def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:

@@ -101,6 +101,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             yield "rotation_pattern", "requires rotation in layers with a window alone"
     if shape.rope_local_base is not None and not files.local_rope:
         yield "rope_local_base", "requires none"
+    if files.local_rope and shape.rope_scaling is not None and not shape.rope_scaling.truncate:
+        yield "rope_scaling.truncate", "ignores it where layers with windows have positions of their own"
     if shape.attention_bias not in files.attention_biases:
         supported = either(map(toml_value, files.attention_biases))
         yield "attention_bias", f"requires {supported}"
@@ -172,8 +174,9 @@ def _export_error(shape: ModelShape, key: str, has: str, family: str) -> Hpctrai
             f"a model {has_table} the table [model.latent]: the {family} of transformers {has}, so this "
             "model cannot be exported"
         )
-    owner = shape.experts if key.startswith("experts.") else shape
-    value = toml_value(0 if owner is None else getattr(owner, key.removeprefix("experts.")))
+    table, _, name = key.rpartition(".")
+    owner = getattr(shape, table) if table else shape
+    value = toml_value(0 if owner is None else getattr(owner, name))
     return HpctrainError(
         f"model.{key} = {value}: the {family} of transformers {has}, so this model cannot be exported"
     )

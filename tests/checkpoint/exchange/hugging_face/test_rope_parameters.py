@@ -238,6 +238,17 @@ def test_positions_of_neox_are_those_of_transformers(keys: dict[str, Any], told:
             (name, {"rope_parameters": LINEAR}, "'factor': 2.0}: must have an object for each of 'full_att")
             for name in ("Gemma3", "Olmo3")
         ),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", **YARN, "truncate": False}}},
+            "config.json: truncate = False: unsupported; expected True for olmo3",
+        ),
+        ("Olmo3", {"rope_scaling": {"type": "yarn", **YARN, "truncate": False}}, "truncate = False: unsupp"),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 300.0}, "truncate": False}},
+            "truncate = False: unsupported",
+        ),
         ("Olmo3", {"rope_theta": 1e4}, "rope_theta = 10000.0: ambiguous; set rope_theta in rope_parameters"),
         ("Olmo3", {"rope_local_base_freq": 1e4}, "rope_local_base_freq = 10000.0: ambiguous; set"),
         (
@@ -311,3 +322,16 @@ def test_context_length_fits_the_scaling(name: str, sequence: int, imported: int
     shape = type(shape)(**{**vars(shape), "rope_scaling": SCALINGS[name]})
     settings = TokenizerSettings(context=imported)
     assert context_length(shape, ARCHITECTURES["LlamaForCausalLM"], settings) == expected
+
+
+def test_bounds_that_are_not_truncated_are_exported_where_transformers_reads_them() -> None:
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_sequence=12, truncate=False)
+    config = {"architectures": ["Olmo3ForCausalLM"], "max_position_embeddings": 48}
+    shape = replace(shape_of(config, "config.json"), rope_scaling=scaling)
+    message = r"model\.rope_scaling\.truncate = false: the Olmo3ForCausalLM of transformers ignores it"
+    with pytest.raises(HpctrainError, match=message):
+        config_of(shape, "float32")
+    truncated = scaling.model_copy(update={"truncate": True})
+    assert config_of(replace(shape, rope_scaling=truncated), "float32")["architectures"] == [
+        "Olmo3ForCausalLM"
+    ]
