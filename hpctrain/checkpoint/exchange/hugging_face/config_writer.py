@@ -81,8 +81,8 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
 def _activation_name(architecture: HuggingFaceArchitecture, activation: str, imported: Config) -> str:
     """Return the name of an activation in config.json; that of the imported one if both mean the same."""
     files = architecture.files
-    name = imported.get(files.activation[0])
-    is_same = isinstance(name, str) and imported_activation(name, architecture.gated) == activation
+    name: Any = imported.get(files.activation[0])
+    is_same = imported_activation(name, architecture.gated) == activation
     return name if is_same and name not in files.activation_aliases else architecture.activations[activation]
 
 
