@@ -22,14 +22,12 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, synchronize
 from hpctrain.host.device_memory import used_bytes
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
-from hpctrain.parallel.fp8.device_support import native_products
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
-from hpctrain.parallel.fp8.fp8_settings import Fp8Settings
 from hpctrain.parallel.fp8.matmul_choice import make_matmul
-from hpctrain.parallel.fp8.multiply import multiply_quantized
+from hpctrain.parallel.fp8.multiply import multiply_quantized, native_products
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import KINDS
-from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
+from hpctrain.parallel.fp8.recipes import RECIPES, Fp8Settings, ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext, ProductSettings
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard

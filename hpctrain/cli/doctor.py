@@ -87,8 +87,7 @@ def command(
         if report.can_run:  # else torch may be what is broken
             from hpctrain.comm.transports.node_memory import examine_node_memory
             from hpctrain.host.device import choose_device, visible_gpus
-            from hpctrain.parallel.fp8.device_support import check_fp8_products
-            from hpctrain.parallel.kernels.fastest_kernels import check_kernels
+            from hpctrain.parallel.product_findings import check_fp8_products, check_kernels
 
             device = choose_device("auto", report.ranks[report.rank].local_rank, visible_gpus())
             findings = [] if report.world is None else examine_node_memory(report.world)

@@ -23,7 +23,7 @@ from hpctrain.model.parameters.pattern_check import PatternCheck
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.fp8.fp8_settings import matches_parameter
+from hpctrain.parallel.fp8.recipes import matches_parameter
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.text import either
 

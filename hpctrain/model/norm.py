@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 
 class Norm(nn.Module):
@@ -26,20 +26,10 @@ class Norm(nn.Module):
         self.epsilon, self.size, self.kind = shape.norm_epsilon, (shape.hidden,), shape.norm
         self.offset = 1 if shape.norm_weight == "one_plus" else 0
         self.functions, partial = layer_context.functions, layer_context.sequence_partial
-        self.weight = (
-            Parameter(
-                Shard.replicated(f"{name}.weight", self.size, partial),
-                False,
-                "zeros" if self.offset else "ones",
-            )
-            if shape.norm_weight != "none"
-            else None
-        )
-        self.bias = (
-            Parameter(Shard.replicated(f"{name}.bias", self.size, partial), False, "zeros")
-            if shape.norm_bias
-            else None
-        )
+        weight, bias = (Shard.replicated(f"{name}.{each}", self.size, partial) for each in ("weight", "bias"))
+        ones: Initial = "zeros" if self.offset else "ones"
+        self.weight = Parameter(weight, False, ones) if shape.norm_weight != "none" else None
+        self.bias = Parameter(bias, False, "zeros") if shape.norm_bias else None
 
     @property
     def has_fast_function(self) -> bool:

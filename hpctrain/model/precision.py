@@ -8,8 +8,7 @@ from types import MappingProxyType
 import torch
 
 from hpctrain.deck.schema import Deck
-from hpctrain.parallel.fp8.fp8_settings import Fp8Settings
-from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
+from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES, Fp8Settings
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 

@@ -64,10 +64,8 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
-        size = (shape.sequence, shape.hidden)
-        self.table = Parameter(
-            Shard.replicated(f"{name}.weight", size, layer_context.sequence_partial), initial="table"
-        )
+        size, partial_axes = (shape.sequence, shape.hidden), layer_context.sequence_partial
+        self.table = Parameter(Shard.replicated(f"{name}.weight", size, partial_axes), initial="table")
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x plus the vectors of `positions`: [s or s/t], or [s or s/t, b] with packed documents."""
@@ -334,13 +332,6 @@ class Transformer(nn.Module):
             lookup = VocabularyEmbedding(embedding, layer_context, number=int(in_other_part))
         return Predictor(shape, layer_context, table, lookup, owned)
 
-    @property
-    def predictor(self) -> Predictor:
-        """The last layer, on the part that has the output layer."""
-        last = self.layers[-1]
-        assert isinstance(last, Predictor)
-        return last
-
     def units(self) -> Iterator[Unit]:
         """Return the units of all layers in the order of the forward pass. No parameter is in two of them."""
         return (unit for layer in self.layers for unit in layer.units())
@@ -381,7 +372,9 @@ class Transformer(nn.Module):
 
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:
         """Return the result of `compute` for the output of the last part, with its parameters gathered."""
-        head = self.predictor.head
+        last = self.layers[-1]
+        assert isinstance(last, Predictor)
+        head = last.head
         if not self.residency.gathers:
             return compute(head, hidden)
         with self.residency.in_memory(head.table):

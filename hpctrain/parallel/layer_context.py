@@ -32,7 +32,7 @@ from hpctrain.parallel.sequence import ContextForm
 from hpctrain.parallel.step_statistics import StepStatistics
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.fp8.fp8_settings import Fp8Settings  # fp8/ imports this module
+    from hpctrain.parallel.fp8.recipes import Fp8Settings  # fp8/ imports this module
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class ProductSettings:
     kernels: KernelTable = field(default_factory=KernelTable)
     fp8: Fp8Settings | None = None
     audit: ProductCheck | None = None
+
+    @property
+    def active_audit(self) -> ProductCheck | None:
+        """Check of products within a step that is checked; None in other steps."""
+        return self.audit if self.audit is not None and self.audit.active else None
 
 
 def _one_rank(axis: str) -> Group:

@@ -150,8 +150,8 @@ class Matmul:
 
     def _kernel(self, kind: Pass) -> MatmulKernel:
         products = self.layer_context.products
-        kernel, audit = products.kernels.kernel_for(kind, *self.shape), products.audit
-        return kernel if audit is None or not audit.active else audit.checked_kernel(kernel, self.weights)
+        kernel, audit = products.kernels.kernel_for(kind, *self.shape), products.active_audit
+        return kernel if audit is None else audit.checked_kernel(kernel, self.weights)
 
     def _matrix(self, kernel: MatmulKernel) -> Tensor:
         """Return the weights as a kernel takes them, converted at most once while they are constant."""

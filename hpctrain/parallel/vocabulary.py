@@ -131,8 +131,8 @@ class _EmbeddingAutograd(torch.autograd.Function):
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
-        audit = layer.layer_context.products.audit
-        if audit is not None and audit.active and not has_own_buffer:
+        audit = layer.layer_context.products.active_audit
+        if audit is not None and not has_own_buffer:
             audit.expect_lookup(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
         layer.mark_gradient_added()

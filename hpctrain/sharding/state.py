@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
-from hpctrain.parallel.fp8.history import HISTORY_KIND as HISTORY
+from hpctrain.parallel.fp8.delayed_matmul import HISTORY_KIND as HISTORY
 from hpctrain.parallel.shards import Shard
 from hpctrain.parallel.step_statistics import UsesStatistics
 from hpctrain.sharding.bucket import Bucket

@@ -17,7 +17,7 @@ from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.choices.deck_kernels import describe_kernels
 from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
-from hpctrain.parallel.fp8.device_support import native_products
+from hpctrain.parallel.fp8.multiply import native_products
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE

@@ -30,7 +30,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.backward.weight_gradients import DeferredGradient
-from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import Segments
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH
 from hpctrain.parallel.layer_context import LayerContext
@@ -189,7 +189,8 @@ def test_gradients_equal_autograd_and_only_the_input_is_saved(name: str) -> None
 def test_experts(name: str, world: World) -> None:
     activation = ACTIVATIONS[name]
     torch.manual_seed(1)
-    experts = Experts("experts", ExpertSizes(3, 1, 6, 8), alone(world), None, activation)
+    settings = ExpertsTable(count=3, per_token=1, mlp=8, balance_loss=0.0)
+    experts = Experts("experts", settings, 6, alone(world), activation, False)
     weights = torch.randn(3, 8 * activation.input_projections, 6), torch.randn(3, 6, 8)
     for parameter, weight in zip(experts.deferred_parameters, weights, strict=True):
         parameter.data = weight.view(parameter.shape).clone()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Parameter, Partition, Shard, split_shard
+from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, split_shard
 
 
 class QueryKeyNorm(nn.Module):
@@ -44,10 +44,9 @@ class QueryKeyNorm(nn.Module):
         self.tensor, self.joint = layer_context.tensor, shape.query_key_norm == "all"
         self.centered = shape.query_key_norm == "layer_per_head"
         self.rows = (queries, keys)
+        ones: Initial = "zeros" if self.offset else "ones"
         self.query_weight, self.key_weight = (
-            Parameter(
-                self._shard(f"{name}.{kind}_norm.weight", rows), False, "zeros" if self.offset else "ones"
-            )
+            Parameter(self._shard(f"{name}.{kind}_norm.weight", rows), False, ones)
             for kind, rows in (("query", queries), ("key", keys))
         )
 

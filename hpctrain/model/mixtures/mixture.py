@@ -22,7 +22,7 @@ from hpctrain.model.mixtures.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.autograd import apply_function, exchange
 from hpctrain.parallel.experts.dispatch import Dispatch
-from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import row_unit
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, elementwise_kind
@@ -42,11 +42,8 @@ class Mixture(nn.Module):
         settings = shape.experts
         self.layer_context, self.hidden, self.settings = layer_context, shape.hidden, settings
         self.router = Router(f"{name}.router", shape, layer_context)
-        sizes = ExpertSizes(settings.count, settings.per_token, shape.hidden, settings.mlp)
-        activation = ACTIVATIONS[shape.activation]
-        self.experts = Experts(
-            f"{name}.experts", sizes, layer_context, settings.capacity, activation, shape.mlp_bias
-        )
+        activation, biased = ACTIVATIONS[shape.activation], shape.mlp_bias
+        self.experts = Experts(f"{name}.experts", settings, shape.hidden, layer_context, activation, biased)
         inner = settings.shared * settings.mlp
         # The router saves the same input.
         self.shared = FeedForward(f"{name}.shared", shape, layer_context, inner, True) if inner else None

@@ -104,17 +104,10 @@ class Router(nn.Module):
         self.name, self.settings, self.layer_context = name, shape.experts, layer_context
         settings = self.settings
         self.statistic_name = statistic_name(name)
-        size = (settings.count, shape.hidden)
-        self.weight = Parameter(
-            Shard.replicated(f"{name}.weight", size, frozenset({"tensor"})), initial="router"
-        )
-        self.logit_bias = (
-            Parameter(
-                Shard.replicated(f"{name}.bias", (settings.count,), frozenset({"tensor"})), False, "zeros"
-            )
-            if settings.router_bias
-            else None
-        )
+        size, partial = (settings.count, shape.hidden), frozenset({"tensor"})
+        self.weight = Parameter(Shard.replicated(f"{name}.weight", size, partial), initial="router")
+        bias = Shard.replicated(f"{name}.bias", size[:1], partial)
+        self.logit_bias = Parameter(bias, False, "zeros") if settings.router_bias else None
         biased = settings.balance == "bias"
         shared = bool(settings.balance_loss) and settings.balance_over == "step"
         self.bias = self._zero_per_expert() if biased else None

@@ -8,42 +8,25 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.parallel.backward.autograd import exchange
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 
 
-def _heads_to_sequence(x: Tensor, group: Group) -> Tensor:
+def _heads_to_sequence(group: Group, x: Tensor) -> Tensor:
     """Return the full sequence of a share of the heads, [s, b, heads/c, d], of pieces [s/c, b, heads, d]."""
     parts = x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
     return group.all_to_all(parts).flatten(0, 1)
 
 
-def _sequence_to_heads(x: Tensor, group: Group) -> Tensor:
+def _sequence_to_heads(group: Group, x: Tensor) -> Tensor:
     """Return pieces with all heads, [s/c, b, heads, d]: the inverse of `_heads_to_sequence`."""
     parts = x.contiguous().unflatten(0, (group.size, -1))
     return group.all_to_all(parts).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-class _Exchange(torch.autograd.Function):
-    """Exchange of heads for pieces of the sequence (`to_sequence`), or the inverse.
-
-    The backward pass is the exchange in the other direction. x is [s/c, b, heads, d] or [s, b, heads/c, d].
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, to_sequence: bool) -> Tensor:
-        ctx.group, ctx.to_sequence = group, to_sequence
-        return (_heads_to_sequence if to_sequence else _sequence_to_heads)(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        exchange = _sequence_to_heads if ctx.to_sequence else _heads_to_sequence
-        return exchange(gradient, ctx.group), None, None
 
 
 def all_to_all_attention(
@@ -62,9 +45,9 @@ def all_to_all_attention(
     repeats = group.size // key.shape[2]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
-    query, key, value = (_Exchange.apply(x, group, True) for x in (query, key, value))
+    to_sequence, to_heads = partial(_heads_to_sequence, group), partial(_sequence_to_heads, group)
+    query, key, value = (exchange(x, to_sequence, to_heads) for x in (query, key, value))
     if sinks is not None:
         sinks = sinks.chunk(group.size)[group.rank].clone()
     output = attend(AttentionInputs(query, key, value, sinks, documents=documents))
-    result: Tensor = _Exchange.apply(output, group, False)
-    return result
+    return exchange(output, to_heads, to_sequence)

@@ -6,14 +6,14 @@ in Megatron-LM's feed-forward layer, by inner features over the `expert_tensor` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.deck.activations import ACTIVATIONS, Activation
+from hpctrain.deck.activations import Activation
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.parallel.backward.autograd import as_features
 from hpctrain.parallel.backward.weight_gradients import DeferredGradient
 from hpctrain.parallel.experts.grouped_products import (
@@ -31,23 +31,6 @@ from hpctrain.parallel.tensor import MatmulLayer
 EXPERT_AXES = frozenset({"expert", "expert_tensor"})
 
 
-@dataclass(frozen=True)
-class ExpertSizes:
-    """Sizes of a mixture.
-
-    Attributes:
-        count: Experts.
-        experts_per_token: Experts that each token goes to.
-        hidden: Features of a token.
-        inner: Features of a token within an expert.
-    """
-
-    count: int
-    experts_per_token: int
-    hidden: int
-    inner: int
-
-
 class Experts(MatmulLayer):
     """Feed-forward layers of this rank's experts.
 
@@ -58,15 +41,16 @@ class Experts(MatmulLayer):
 
     Args:
         name: Name of the layer.
-        sizes: Sizes of the mixture.
+        settings: Number and inner features of the experts, and the experts of a token.
+        hidden: Features of a token, h.
         layer_context: Context of the layer.
-        capacity: Limit on the rows of an expert, as a multiple of an even load. None if there is none.
         activation: Activation between the products.
         biased: True if biases are added to both products.
 
     Attributes:
         local: Experts of this rank.
-        hidden: Features of a token.
+        experts_per_token: Experts that each token goes to.
+        capacity: Limit on the rows of an expert, as a multiple of an even load. None if there is none.
         inner: This rank's features of a token within an expert, f.
         bias_columns: Columns of the result to which this rank adds `down_bias`; only with biases.
     """
@@ -74,18 +58,17 @@ class Experts(MatmulLayer):
     def __init__(
         self,
         name: str,
-        sizes: ExpertSizes,
+        settings: ExpertsTable,
+        hidden: int,
         layer_context: LayerContext,
-        capacity: float | None = None,
-        activation: Activation = ACTIVATIONS["swiglu"],
-        biased: bool = False,
+        activation: Activation,
+        biased: bool,
     ) -> None:
         super().__init__()
-        self.layer_context, self.experts_per_token = layer_context, sizes.experts_per_token
-        self.activation, self.capacity = activation, capacity
-        count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
-        experts = Partition.split(count, layer_context.expert)
-        columns = Partition.split(inner, layer_context.expert_tensor)
+        self.layer_context, self.activation = layer_context, activation
+        self.experts_per_token, self.capacity = settings.per_token, settings.capacity
+        experts = Partition.split(settings.count, layer_context.expert)
+        columns = Partition.split(settings.mlp, layer_context.expert_tensor)
         self.local, self.hidden, self.inner = experts.local, hidden, columns.local
         up = f"{name}.{'gate_up' if activation.gated else 'up'}"
         rows = (experts, 2, columns) if activation.gated else (experts, columns)
@@ -142,10 +125,10 @@ class Experts(MatmulLayer):
             segments: Rows of each expert.
             transposed: True for the gradient of the input.
         """
-        audit = self.layer_context.products.audit
+        audit = self.layer_context.products.active_audit
         matrices = weight.detach().view(len(weight), -1, weight.shape[-1])
         output = grouped_product(rows, matrices.transpose(1, 2) if transposed else matrices, segments)
-        if audit is not None and audit.active:
+        if audit is not None:
             audit.check_grouped_product(weight, (rows, matrices, output), segments, transposed)
         return output
 
@@ -199,7 +182,8 @@ class _ExpertsAutograd(torch.autograd.Function):
             rows_gradient = experts.multiply(inner_gradient, experts.gate_up, segments, transposed=True)
 
         def compute() -> None:
-            audit, activated = experts.layer_context.products.audit, _activate(inner, experts.activation)
+            audit = experts.layer_context.products.active_audit
+            activated = _activate(inner, experts.activation)
             add_grouped_gradient(output_gradient, activated, experts.down, segments, audit)
             del activated
             add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments, audit)

@@ -112,15 +112,14 @@ def add_grouped_gradient(
         inputs: Inputs, [m, k].
         weight: Weight of all experts, [e, n, k].
         segments: Rows of each expert.
-        audit: Check of products, or None.
+        audit: Check of products in a step that is checked, else None.
     """
     if not weight.requires_grad:
         return
     (gradient,), overwrite = gradients_to_update([weight])
     into = gradient.view(len(gradient), -1, inputs.shape[1])
-    if audit is not None and audit.active:
-        operands = output_gradient, inputs
-        audit.expect_grouped_addition(weight, operands, into, segments, overwrite)
+    if audit is not None:
+        audit.expect_grouped_addition(weight, (output_gradient, inputs), into, segments, overwrite)
     if not len(inputs):
         if overwrite:
             into.zero_()

@@ -4,14 +4,12 @@
 |---|---|
 | `formats.py` | the two formats, and scales as powers of two |
 | `quantize.py` | blocks that share a scale, and matrices in 8 bits |
-| `fp8_settings.py` | keys of the deck, and which matrices are excluded |
 | `matmul_choice.py` | the class of products of a layer |
-| `recipes.py` | which elements of each operand share a scale |
+| `recipes.py` | which elements of each operand share a scale, and which matrices are excluded |
 | `multiply.py` | the product of two quantized matrices, by the device or emulated |
 | `quantized_matmul.py` | the three products of a layer with scales of current maxima |
-| `delayed_matmul.py`, `history.py` | the same with scales of earlier steps, and their state in checkpoints |
+| `delayed_matmul.py` | the same with scales of earlier steps, and their state in checkpoints |
 | `quantization_loss.py` | metrics of `precision.fp8_watch` |
-| `device_support.py` | recipes that a device supports, for `hpctrain doctor` |
 
 A maximum covers all ranks that hold parts of a tensor, so scales do not depend on the layout. The transposed
 matrix of a product is quantized from high precision, never from 8 bits. Routed experts stay in bf16: their

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, upcast
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
+from hpctrain.parallel.fp8.recipes import ScalingRecipe
 
 UNIT = 16
 """GPUs multiply matrices in 8 bits whose sizes are multiples of this."""
@@ -63,6 +64,20 @@ def has_native(device: torch.device, by_row: bool, dtype: torch.dtype) -> bool:
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+def native_products(recipe: ScalingRecipe, device: torch.device) -> str:
+    """Return which products of a recipe a device computes in 8 bits.
+
+    Returns:
+        "all", "stored" for those with a result in bf16 (forward and input gradient), or "none".
+    """
+    if any(scaling.blocks.columns is not None for scaling in (recipe.tokens, recipe.weights)):
+        return "none"
+    by_row = recipe.tokens.blocks.rows is not None
+    if not has_native(device, by_row, torch.bfloat16):
+        return "none"
+    return "all" if has_native(device, by_row, torch.float32) else "stored"
 
 
 def native_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:

@@ -207,21 +207,21 @@ class QuantizedMatmul(Matmul):
     def _add(self, left: QuantizedTensor, right: QuantizedTensor) -> None:
         """Add the product of gradients [m, n] and inputs [m, k], scaled by blocks of tokens."""
         gradient, overwrite = self.gradient_buffer()
-        audit = self.layer_context.products.audit
-        if audit is not None and audit.active:
+        audit = self.layer_context.products.active_audit
+        if audit is not None:
             audit.expect_quantized_addition(self.weights, (left, right), gradient, overwrite)
         product = multiply_quantized(left.transposed(), right.transposed(), gradient.dtype)
         if overwrite:
             gradient.copy_(product)
         else:
             gradient.add_(product)
-        if audit is not None and audit.active:
+        if audit is not None:
             audit.finish_addition(self.weights)
 
     def _check(self, left: QuantizedTensor, right: QuantizedTensor, output: Tensor, transposed: bool) -> None:
         """Check a product of rows with weights in 8 bits, in steps that are checked."""
-        audit = self.layer_context.products.audit
-        if audit is not None and audit.active:
+        audit = self.layer_context.products.active_audit
+        if audit is not None:
             audit.check_quantized_product(self.weights, (left, right), output, transposed)
 
     # Quantization

@@ -1,4 +1,4 @@
-"""Recipes: which elements of the operands share a scale, and from which maxima it comes.
+"""Recipes and settings: which operands are in 8 bits, what shares a scale, and from which maxima it comes.
 
 `formats.py` has the rule by which a scale follows from a maximum.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.quantize import ScaleBlocks, Scaling
@@ -61,3 +62,38 @@ RECIPES: Mapping[str, ScalingRecipe] = {
 
 GRADIENT_FORMS: Mapping[str, Fp8Format] = {"e5m2": E5M2, "e4m3": E4M3}
 """Formats of gradients of outputs by their name in the deck."""
+
+NEVER_QUANTIZED = ("head", "embedding.*")
+"""Layers that are never in 8 bits. A tied head is the table of the embedding."""
+
+
+@dataclass(frozen=True)
+class Fp8Settings:
+    """Recipe and formats of products in 8 bits.
+
+    Attributes:
+        recipe: Which elements of operands share a scale.
+        gradient_format: Format of the gradients of outputs.
+        history_steps: Steps in the history of a recipe with delayed scales.
+        excluded_patterns: Patterns of the names of matrices that are not in 8 bits.
+        quantize_messages: True if ranks exchange pieces of sequences in 8 bits.
+        quantize_gathers: True if ranks gather slices of weights in 8 bits.
+    """
+
+    recipe: ScalingRecipe
+    gradient_format: Fp8Format = E5M2
+    history_steps: int = 1
+    excluded_patterns: tuple[str, ...] = ()
+    quantize_messages: bool = False
+    quantize_gathers: bool = False
+
+    def excludes(self, name: str) -> bool:
+        """Return True if a parameter of this name is not multiplied in 8 bits."""
+        return any(
+            matches_parameter(pattern, name) for pattern in (*NEVER_QUANTIZED, *self.excluded_patterns)
+        )
+
+
+def matches_parameter(pattern: str, name: str) -> bool:
+    """Return True if a pattern matches a parameter ("blocks.0.attention.output.weight") or its layer."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)

@@ -13,5 +13,4 @@
 | `logits.py` | softmax statistics of logits, for losses |
 | `choice_cache.py` | the cache file of measured kernels, by type of processor |
 | `small_batch.py` | products of a few rows with the bits of large ones |
-| `fastest_kernels.py` | a line of `hpctrain doctor` |
 """

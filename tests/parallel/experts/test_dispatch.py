@@ -15,8 +15,10 @@ from torch import Tensor
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.deck.activations import ACTIVATIONS
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.parallel.experts.dispatch import Dispatch
-from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import row_unit
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
@@ -96,7 +98,8 @@ def matrices() -> dict[str, Tensor]:
 
 
 def experts_of(layer_context: LayerContext, dtype: torch.dtype) -> Experts:
-    experts = Experts("experts", ExpertSizes(EXPERTS, CHOSEN, HIDDEN, INNER), layer_context)
+    settings = ExpertsTable(count=EXPERTS, per_token=CHOSEN, mlp=INNER, balance_loss=0.0)
+    experts = Experts("experts", settings, HIDDEN, layer_context, ACTIVATIONS["swiglu"], False)
     for name, whole in matrices().items():
         parameter: Parameter = getattr(experts, name)
         parameter.data = parameter.shard.take(whole).to(dtype)

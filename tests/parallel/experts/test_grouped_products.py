@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.deck.activations import ACTIVATIONS
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.parallel.backward.weight_gradients import DeferredGradient, compute_all
-from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import (
     ROW_UNIT,
     Segments,
@@ -144,7 +146,8 @@ def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     """At once, put off by the caller, or held back in the queue."""
     torch.manual_seed(1)
     layer_context = alone(world)
-    experts = Experts("experts", ExpertSizes(3, 1, 6, 8), layer_context)
+    settings = ExpertsTable(count=3, per_token=1, mlp=8, balance_loss=0.0)
+    experts = Experts("experts", settings, 6, layer_context, ACTIVATIONS["swiglu"], False)
     weights = torch.randn(3, 2, 8, 6), torch.randn(3, 6, 8)
     for parameter, weight in zip(experts.deferred_parameters, weights, strict=True):
         parameter.data = weight.clone()

@@ -20,14 +20,12 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes
 from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
 from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
-from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul, MaximaHistory
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
-from hpctrain.parallel.fp8.fp8_settings import Fp8Settings
-from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
-from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
+from hpctrain.parallel.fp8.recipes import RECIPES, Fp8Settings, ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext, ProductSettings
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard

@@ -1,5 +1,5 @@
 """Every kernel's products against those of the same numbers in fp64: shapes, views and formats; the kernel
-that is asked for is the one that computes. Also of `parallel/kernels/fastest_kernels.py`.
+that is asked for is the one that computes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hpctrain.parallel.kernels import matmul_kernels as module
-from hpctrain.parallel.kernels.fastest_kernels import check_kernels
 from hpctrain.parallel.kernels.matmul_kernels import (
     KERNELS,
     LIBRARY,
@@ -149,13 +148,3 @@ def test_names_of_decks_are_kernels() -> None:
     assert kernel_named("onednn", torch.float32) is ONEDNN
     assert kernel_named("onednn", torch.bfloat16) is LIBRARY
     assert kernel_named("fp32", torch.bfloat16).name == "fp32"
-
-
-def test_doctor_tells_the_quickest_of_each_pass() -> None:
-    threads = torch.get_num_threads()
-    told = check_kernels(torch.device("cpu"))
-    assert not told.remedy
-    assert told.statement.startswith("fp32: forward ")
-    assert "; bf16: forward " in told.statement
-    assert told.statement.count("weight gradients") == 2
-    assert torch.get_num_threads() == threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import hpctrain.model.mixtures.router as router
-from hpctrain.parallel.fp8.history import MaximaHistory
+from hpctrain.parallel.fp8.delayed_matmul import MaximaHistory
 from hpctrain.train.step import Step
 from tests.train.layout_faults.deck_keys import (
     BALANCED_OVER_STEP,

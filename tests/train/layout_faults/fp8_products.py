@@ -16,9 +16,8 @@ from torch import Tensor
 
 import hpctrain.parallel.fp8.quantize as quantize
 import hpctrain.sharding.eight_bit_gather as eight_bit_gather
-from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul, MaximaHistory
 from hpctrain.parallel.fp8.formats import E4M3, reducible_maximum
-from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, Scaling
 from hpctrain.parallel.fp8.quantized_matmul import Dims, QuantizedMatmul
 from hpctrain.parallel.step_statistics import StepStatistics

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches
 from hpctrain.optim.adamw import AdamW
-from hpctrain.parallel.fp8.history import MaximaHistory
+from hpctrain.parallel.fp8.delayed_matmul import MaximaHistory
 from hpctrain.train.step import Step
 from tests.train.layout_faults.scene import in_last_update
 

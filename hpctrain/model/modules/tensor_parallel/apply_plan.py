@@ -17,7 +17,7 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import (
     replacement,
 )
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan
-from hpctrain.model.modules.tensor_parallel.split_styles import Gather
+from hpctrain.model.modules.tensor_parallel.split_styles import GatheredInput
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Partition, Shard, split_shard
 from hpctrain.parallel.vocabulary import vocabulary_shard
@@ -84,7 +84,7 @@ class ModuleSplit:
         self.names = {each: name for name, each in module.named_parameters()}
         self.partial: set[nn.Parameter] = set()
         self.head: SplitHead | None = None
-        self._gathered = tuple(f"{name}." for name in plan.names_with_style(Gather))
+        self._gathered = tuple(f"{name}." for name in plan.names_with_style(GatheredInput))
         self._unsplit_context = layer_context.unsplit()
         self._tables: dict[nn.Parameter, LayerGradientParameter] = {}
 
@@ -133,19 +133,27 @@ class ModuleSplit:
             shard = replace(shard, shape=shape, start=start, local=local)
         return replacement(LayerGradientParameter, original, shard)
 
-    def split_biases(self, old: nn.Module, rows: Partition) -> list[LayerGradientParameter]:
+    def biases(self, old: nn.Module, rows: Partition | None = None) -> list[LayerGradientParameter]:
         """Create the parameter that replaces a layer's bias on this rank.
 
         Args:
             old: The layer.
-            rows: Elements of the bias that this rank holds.
+            rows: Elements of the bias that this rank holds; None for all. Then gradients are partial sums
+                under sequence parallelism.
 
         Returns:
             A list of the new parameter, or [] if the layer has no bias.
         """
-        if old._parameters.get("bias") is None:
+        bias = old._parameters.get("bias")
+        if bias is None:
             return []
-        return [self.parameter(old, "bias", split_shard(self.parameter_name(old, "bias"), rows))]
+        name, partial_axes = self.parameter_name(old, "bias"), self.layer_context.sequence_partial
+        whole = Shard.replicated(name, tuple(bias.shape), partial_axes)
+        return [self.parameter(old, "bias", whole if rows is None else split_shard(name, rows))]
+
+    def set_head(self, table: LayerGradientParameter) -> None:
+        """Set the output layer whose logits are split, by its table."""
+        self.head = SplitHead(self.layer_context, table, table.shard.extent[0])
 
     def table(self, old: nn.Module) -> LayerGradientParameter:
         """Return this rank's rows of the matrix of an embedding or a head; tied ones get the same."""
@@ -155,10 +163,6 @@ class ModuleSplit:
             shard = vocabulary_shard(self.names[weight], rows, width, self.layer_context)
             self._tables[weight] = self.parameter(old, "weight", shard)
         return self._tables[weight]
-
-    def set_head(self, table: LayerGradientParameter) -> None:
-        """Set the output layer whose logits are split, by its table."""
-        self.head = SplitHead(self.layer_context, table, table.shard.extent[0])
 
 
 def _call_with_changed_input(

@@ -225,8 +225,8 @@ class BatchFirstRowLinear(ReplacementLinear):
 
     Args:
         layer_context: Context of the layer.
-        weight: This rank's columns of the matrix.
-        bias: The complete bias, or None.
+        weights: This rank's columns of the matrix.
+        biases: The complete bias, or none.
         linear: Sizes of the module's layer.
         splits_input: True if inputs have all features.
     """
@@ -237,12 +237,12 @@ class BatchFirstRowLinear(ReplacementLinear):
     def __init__(
         self,
         layer_context: LayerContext,
-        weight: LayerGradientParameter,
-        bias: LayerGradientParameter | None,
+        weights: Sequence[LayerGradientParameter],
+        biases: Sequence[LayerGradientParameter],
         linear: LinearSizes,
         splits_input: bool,
     ) -> None:
-        super().__init__(layer_context, [weight], [] if bias is None else [bias], linear)
+        super().__init__(layer_context, weights, biases, linear)
         self.splits_input = splits_input
 
     def forward(self, x: Tensor) -> Tensor:

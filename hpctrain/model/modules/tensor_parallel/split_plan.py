@@ -12,8 +12,8 @@ from hpctrain.model.modules.tensor_parallel.module_names import ModuleNames
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LinearSizes
 from hpctrain.model.modules.tensor_parallel.split_styles import (
     STYLES,
-    CutSequence,
-    Gather,
+    GatheredInput,
+    SlicedSequence,
     SplitExperts,
     SplitStyle,
     Vocabulary,
@@ -98,7 +98,7 @@ def check_plan(
     if sequence_parallel and (experts := plan.names_with_style(SplitExperts)):
         problems.append(f'{experts[0]} has the style "expert", which conflicts with layout.sequence_parallel')
     embeds = set(plan.names_with_style(Vocabulary)) - set(heads)
-    if sequence_parallel and not embeds and not plan.names_with_style(CutSequence):
+    if sequence_parallel and not embeds and not plan.names_with_style(SlicedSequence):
         problems.append(
             'must split sequences with layout.sequence_parallel (use "vocabulary" for an embedding, or '
             '"cut" for the first block)'
@@ -175,7 +175,7 @@ def _wraps_head(names: ModuleNames, styles: Mapping[str, SplitStyle], outer: str
 
 def _nested_gather_problems(plan: SplitPlan) -> Iterator[str]:
     """Yield parts with the style "gather" inside others."""
-    gathered = plan.names_with_style(Gather)
+    gathered = plan.names_with_style(GatheredInput)
     for name in gathered:
         for outer in gathered:
             if name.startswith(f"{outer}."):

@@ -9,10 +9,10 @@ applied to (`problems`), and how it changes the module (`apply`).
 | `Row`, `RowOfAllFeatures` | linear layer | columns of the weight; outputs are summed |
 | `Vocabulary` | embedding, or linear layer that computes logits | rows of the table, which both may share |
 | `SplitExperts` | experts of `transformers` | some of the experts; outputs are summed |
-| `Partial`, `SequencePartial` | parameters that no rank splits | all elements, with a part of the gradient |
-| `Gather` | submodule with split layers inside | its input is gathered, and the gradient summed, once |
-| `CutSequence`, `JoinSequence` | submodule | sequences are cut or joined before it |
-| `Divided` | integer attribute, such as a number of heads | its share of the number |
+| `PartialGradient`, `SequenceGradient` | parameters that no rank splits | all, with a part of the gradient |
+| `GatheredInput` | submodule with split layers inside | its input is gathered once, its gradient summed |
+| `SlicedSequence`, `GatheredSequence` | submodule | sequences are cut or joined before it |
+| `DividedAttribute` | integer attribute, such as a number of heads | its share of the number |
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import (
     replacement,
     split_embedding,
 )
-from hpctrain.parallel.shards import Parameter, Partition, Shard, split_shard
+from hpctrain.parallel.shards import Parameter, Partition, split_shard
 
 if TYPE_CHECKING:
     from hpctrain.model.modules.tensor_parallel.apply_plan import ModuleSplit
@@ -172,7 +172,7 @@ class Column(LinearStyle):
             rows = replace(part, size=linear.outputs, start=start + part.start)
             shard = split_shard(split.parameter_name(old, "weight"), rows, linear.inputs)
             weights.append(split.parameter(old, "weight", shard, linear.transposed))
-            biases += split.split_biases(old, rows)
+            biases += split.biases(old, rows)
             start += size
         return BatchFirstColumnLinear(split.context_of(name), weights, biases, linear, tensor, self.gathers)
 
@@ -199,11 +199,8 @@ class Row(LinearStyle):
         layer_context = split.layer_context
         columns = Partition.split(linear.inputs, layer_context.tensor)
         shard = split_shard(split.parameter_name(old, "weight"), columns, linear.outputs)
-        weight, bias = split.parameter(old, "weight", shard, not linear.transposed), None
-        if old.bias is not None:
-            bias_name, partial_axes = split.parameter_name(old, "bias"), layer_context.sequence_partial
-            bias = split.parameter(old, "bias", Shard.replicated(bias_name, (linear.outputs,), partial_axes))
-        return BatchFirstRowLinear(layer_context, weight, bias, linear, self.splits_input)
+        weights = [split.parameter(old, "weight", shard, not linear.transposed)]
+        return BatchFirstRowLinear(layer_context, weights, split.biases(old), linear, self.splits_input)
 
 
 class RowOfAllFeatures(Row):
@@ -231,7 +228,7 @@ class Vocabulary(SplitStyle):
         old = split.module.get_submodule(name)
         table, linear = split.table(old), LinearSizes.of(old)
         layer_context = split.layer_context if linear is None else split.context_of(name)
-        if split.plan.names_with_style(CutSequence if linear is None else JoinSequence):
+        if split.plan.names_with_style(SlicedSequence if linear is None else GatheredSequence):
             # Sequences are complete here: they are cut behind the embedding, or joined before the head.
             layer_context = replace(layer_context, sequence_parallel=False)
         if linear is None:
@@ -239,7 +236,7 @@ class Vocabulary(SplitStyle):
             split_embedding(old, table, layer_context)
             return
         shard = table.shard
-        biases = split.split_biases(old, Partition(shard.shape[0], shard.start[0], shard.local[0]))
+        biases = split.biases(old, Partition(shard.shape[0], shard.start[0], shard.local[0]))
         for bias in biases:
             for parent in split.module.modules():  # a module around the head may have the bias, too
                 parent._parameters |= {n: bias for n, p in parent._parameters.items() if p is old.bias}
@@ -314,7 +311,7 @@ class SplitExperts(SplitStyle):
         set_forward(part, sum_of_experts)
 
 
-class Partial(SplitStyle):
+class PartialGradient(SplitStyle):
     """Parameters that each rank holds completely, with a part of the gradient."""
 
     name = "partial"
@@ -334,7 +331,7 @@ class Partial(SplitStyle):
             split.partial.add(split.module.get_parameter(name))
 
 
-class SequencePartial(Partial):
+class SequenceGradient(PartialGradient):
     """Parameters that, with sequence parallelism, each rank applies to its slice of sequences."""
 
     name = "sequence"
@@ -345,7 +342,7 @@ class SequencePartial(Partial):
             super().apply(split, name)
 
 
-class Gather(SplitStyle):
+class GatheredInput(SplitStyle):
     """Submodule whose input is gathered once for all split layers inside of it."""
 
     name = "gather"
@@ -371,20 +368,20 @@ class SequenceStyle(SplitStyle):
             split.change_input(name, partial(exchange, split.layer_context.tensor))
 
 
-class CutSequence(SequenceStyle):
+class SlicedSequence(SequenceStyle):
     """Submodule before which, with sequence parallelism, each rank takes its slice of sequences."""
 
     name, joins = "cut", False
 
 
-class JoinSequence(SequenceStyle):
+class GatheredSequence(SequenceStyle):
     """Submodule before which, with sequence parallelism, the slices of sequences are gathered."""
 
     name, joins = "join", True
 
 
 @dataclass(frozen=True)
-class Divided(SplitStyle):
+class DividedAttribute(SplitStyle):
     """Integer attribute, such as a number of heads, of which each rank has its share.
 
     Attributes:
@@ -480,8 +477,8 @@ def _find_attribute(module: nn.Module, name: str) -> _AttributePlace | None:
 STYLES: Mapping[str, type[SplitStyle]] = {
     style.name: style
     for style in (
-        *(Column, Row, GatheredColumn, RowOfAllFeatures, Vocabulary, Partial, SequencePartial),
-        *(Gather, CutSequence, JoinSequence, Divided, SplitExperts),
+        *(Column, Row, GatheredColumn, RowOfAllFeatures, Vocabulary, PartialGradient, SequenceGradient),
+        *(GatheredInput, SlicedSequence, GatheredSequence, DividedAttribute, SplitExperts),
     )
 }
 """All styles by their name in `model.plan`."""

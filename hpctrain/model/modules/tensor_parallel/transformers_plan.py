@@ -11,9 +11,9 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import LinearSizes
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, check_plan
 from hpctrain.model.modules.tensor_parallel.split_styles import (
     Column,
-    Divided,
+    DividedAttribute,
     GatheredColumn,
-    Partial,
+    PartialGradient,
     Row,
     RowOfAllFeatures,
     SplitExperts,
@@ -33,7 +33,7 @@ _STYLES: Mapping[str, type[SplitStyle]] = {
     "rowwise_rep": RowOfAllFeatures,
     "embedding_rowwise": Vocabulary,
     "packed_colwise": Column,
-    "replicated_with_grad_allreduce": Partial,
+    "replicated_with_grad_allreduce": PartialGradient,
     "moe_tp_experts": SplitExperts,
 }
 _REPLICATED = frozenset({"replicate", "replicated"})
@@ -123,8 +123,8 @@ def _implied_styles(
             assert linear is not None
             units = linear.outputs // style.unit
             if units < ranks and isinstance(getattr(modules[parent], _HEAD_GROUPS, None), int):
-                yield f"{parent}.{_HEAD_GROUPS}", Divided(units=units)
+                yield f"{parent}.{_HEAD_GROUPS}", DividedAttribute(units=units)
         activation = f"{parent}.act_fn"
         parameters = [*modules[activation].parameters()] if activation in modules else []
         if type(style) is Row and parameters and activation not in styles:
-            yield activation, Partial()
+            yield activation, PartialGradient()

@@ -15,8 +15,8 @@ from torch.nn import functional
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_plan
 from hpctrain.model.modules.tensor_parallel.split_styles import (
     Column,
-    Divided,
-    Partial,
+    DividedAttribute,
+    PartialGradient,
     Row,
     SplitExperts,
     Vocabulary,
@@ -224,7 +224,7 @@ def test_experts_are_spread() -> None:
     made = plan_of_transformers("Qwen3MoeForCausalLM", HEADS | sizes)
     assert made.problems == ()
     assert made.styles["model.layers.0.mlp.experts"] == SplitExperts()
-    assert made.styles["model.layers.0.self_attn.q_norm"] == Partial()
+    assert made.styles["model.layers.0.self_attn.q_norm"] == PartialGradient()
     assert not any("gate_up_proj" in name for name in made.styles)
     (told,) = plan_of_transformers("Qwen3MoeForCausalLM", HEADS | sizes | {"num_experts": 5}).problems
     assert told == ("model.layers.0.mlp.experts has 5 experts, which must be a multiple of layout.tensor = 2")
@@ -233,7 +233,7 @@ def test_experts_are_spread() -> None:
 def test_ranks_that_share_keys_have_fewer_queries_of_each() -> None:
     made = plan_of_transformers("LlamaForCausalLM", HEADS, ranks=4)
     assert made.problems == ()
-    assert made.styles["model.layers.0.self_attn.num_key_value_groups"] == Divided(units=2)
+    assert made.styles["model.layers.0.self_attn.num_key_value_groups"] == DividedAttribute(units=2)
 
 
 def test_queries_keys_and_values_of_a_head_stay_together() -> None:

@@ -1,17 +1,17 @@
-"""What doctor says of products in 8 bits, by what a device is said to have."""
+"""What doctor says of matrix products: the fastest kernels, and products in 8 bits by what a device has."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hpctrain.parallel.fp8 import device_support as found
-from hpctrain.parallel.fp8.device_support import check_fp8_products
+from hpctrain.parallel.fp8 import multiply
+from hpctrain.parallel.product_findings import check_fp8_products, check_kernels
 
 
 def of_a_device(monkeypatch: pytest.MonkeyPatch, *products: tuple[bool, torch.dtype]) -> str:
     """What is said of one that has products in 8 bits (by row or not) with results in these types."""
-    monkeypatch.setattr(found, "has_native", lambda _, by_row, dtype: (by_row, dtype) in products)
+    monkeypatch.setattr(multiply, "has_native", lambda _, by_row, dtype: (by_row, dtype) in products)
     return check_fp8_products(torch.device("cpu")).statement
 
 
@@ -37,3 +37,13 @@ def test_recipes_are_told_by_what_the_device_multiplies(monkeypatch: pytest.Monk
         "; in 8 bits except for weight gradients: row; emulated in 16 or 32 bits, slower than bf16: block, mx"
         in stored
     )
+
+
+def test_doctor_tells_the_quickest_of_each_pass() -> None:
+    threads = torch.get_num_threads()
+    told = check_kernels(torch.device("cpu"))
+    assert not told.remedy
+    assert told.statement.startswith("fp32: forward ")
+    assert "; bf16: forward " in told.statement
+    assert told.statement.count("weight gradients") == 2
+    assert torch.get_num_threads() == threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.parallel.fp8.history import MaximaHistory
+from hpctrain.parallel.fp8.delayed_matmul import MaximaHistory
 
 
 def test_the_largest_of_the_last_steps_counts() -> None:

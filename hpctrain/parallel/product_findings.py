@@ -1,4 +1,4 @@
-"""Finding of `hpctrain doctor` about the kernels of matrix products: which is fastest on this CPU."""
+"""Findings of `hpctrain doctor` about matrix products: the fastest kernels of a CPU, and 8-bit products."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from hpctrain.host.device import on_host
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.host.processor import processor_name
+from hpctrain.parallel.fp8.multiply import native_products
+from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.kernels.matmul_kernels import Pass
 from hpctrain.parallel.kernels.timing import MatmulPass, measure, quickest
 
@@ -17,6 +19,13 @@ _PASSES: tuple[tuple[Pass, str], ...] = (
     ("weight_gradient", "weight gradients"),
 )
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_WAYS = {
+    "all": "in 8 bits: {}",
+    "stored": "in 8 bits except for weight gradients: {}",
+    "none": "emulated in 16 or 32 bits, slower than bf16: {}",
+}
+"""Text for the recipes of each result of `native`."""
 
 
 def check_kernels(device: torch.device) -> DoctorFinding:
@@ -48,3 +57,12 @@ def _fastest(storage: torch.dtype) -> str:
         )
         words.append(f"{name} {best}{gain}")
     return ", ".join(words)
+
+
+def check_fp8_products(device: torch.device) -> DoctorFinding:
+    """Return which recipes a device multiplies in 8 bits, and which it emulates."""
+    how = {name: native_products(recipe, device) for name, recipe in RECIPES.items()}
+    names = {way: ", ".join(name for name in how if how[name] == way) for way in _WAYS}
+    return DoctorFinding(
+        "FP8 products", "; ".join(_WAYS[way].format(some) for way, some in names.items() if some)
+    )
