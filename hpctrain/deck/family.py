@@ -205,6 +205,8 @@ class ModelType:
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
         quantization: `quant_method` of quantized weights that are read beside fp8; "" for none.
+        rope_kinds: Kinds of scaled rotary positions that `transformers` takes, for heads of width / heads;
+            () for all kinds and heads.
         rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
         constant_fields: Fields of a ModelShape with one value in all its models, beside family defaults.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.
@@ -253,6 +255,7 @@ class ModelType:
     windows: WindowKeys | None = None
     mixture: MixtureFiles | None = None
     quantization: Literal["", "mxfp4"] = ""
+    rope_kinds: tuple[str, ...] = ()
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     constant_fields: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     local_rope: bool = False

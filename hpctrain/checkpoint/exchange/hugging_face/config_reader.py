@@ -270,6 +270,10 @@ class _ConfigReader:
             self.problem(*problem)
         if files.local_rope:
             self.refuse_exact_bounds(scaling)
+        if scaling is not None and files.rope_kinds and scaling.kind not in files.rope_kinds:
+            key = next(key for key in tables if config.get(key))
+            message = f"unsupported; expected {either(map(repr, files.rope_kinds))} for {files.model_type}"
+            self.problem(f"{key}: rope_type", scaling.kind, message)
         rotated = rotated_features(head_size, reader.fraction)
         if reader.fraction < 1 and (rotated % 2 or not rotated):
             self.problem(files.rope_keys[1], reader.fraction, "must give an even number of features")

@@ -101,6 +101,11 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             yield "rotation_pattern", "requires rotation in layers with a window alone"
     if shape.rope_local_base is not None and not files.local_rope:
         yield "rope_local_base", "requires none"
+    if shape.rope_scaling is not None and files.rope_kinds:
+        if shape.rope_scaling.kind not in files.rope_kinds:
+            yield "rope_scaling.kind", f"requires {either(map(toml_value, files.rope_kinds))}"
+        if shape.head_size * shape.heads != shape.hidden:
+            yield "head_size", "requires hidden / heads if positions are scaled"
     if files.local_rope and shape.rope_scaling is not None and not shape.rope_scaling.truncate:
         yield "rope_scaling.truncate", "ignores it where layers with windows have positions of their own"
     if shape.attention_bias not in files.attention_biases:

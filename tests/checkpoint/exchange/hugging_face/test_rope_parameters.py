@@ -335,3 +335,31 @@ def test_bounds_that_are_not_truncated_are_exported_where_transformers_reads_the
     assert config_of(replace(shape, rope_scaling=truncated), "float32")["architectures"] == [
         "Olmo3ForCausalLM"
     ]
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_phi3_has_the_kinds_that_transformers_takes(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    refused = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
+    scaling = SCALINGS[name]
+    config = {"architectures": ["Phi3ForCausalLM"], "hidden_size": 32, "num_attention_heads": 4}
+    length = 30 if name == "dynamic" else 48
+    shape = replace(shape_of(config, "config.json"), rope_scaling=scaling, sequence=length)
+    written = config_of(shape, "float32")
+    parameters = {**written["rope_parameters"], "partial_rotary_factor": 1.0}
+    keys = {**config, "max_position_embeddings": 48, "rope_parameters": parameters}
+    if name == "longrope":
+        assert written["architectures"] == ["Phi3ForCausalLM"]
+        assert shape_of(keys, "config.json").rope_scaling == scaling
+        assert transformers.Phi3Config(**deepcopy(keys)).rope_parameters["rope_type"] == name
+        other = replace(shape, head_size=10, windows=(5,), rotary_fraction=0.8)
+        with pytest.raises(HpctrainError, match=r"head_size = 10: .* requires hidden / heads if positions"):
+            config_of(other, "float32")
+        return
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    with pytest.raises((refused, KeyError)):
+        transformers.Phi3ForCausalLM(transformers.Phi3Config(**deepcopy(keys), num_hidden_layers=1))
+    told = f"rope_parameters: rope_type = '{scaling.kind}': unsupported; expected 'longrope' for phi3"
+    with pytest.raises(HpctrainError) as caught:
+        shape_of(keys, "config.json")
+    assert told in str(caught.value)
