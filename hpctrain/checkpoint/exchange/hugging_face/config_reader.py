@@ -252,7 +252,7 @@ class _ConfigReader:
     def rotary_positions(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of rotary positions: base, scaling, and share of rotated features."""
         files, defaults = self.files, FAMILIES[self.architecture.family].defaults
-        fraction = defaults.rotary_fraction if self.architecture.has_rotary_fraction else None
+        usual = defaults.rotary_fraction if self.architecture.has_rotary_fraction else None
         config = of_layer_type(self.config, FULL) if files.local_rope else self.config
         flat = self.config.get("rope_parameters")
         if files.local_rope and flat and config is self.config:
@@ -262,10 +262,11 @@ class _ConfigReader:
         tables = ("rope_parameters", "rope_scaling")
         if files.rope_parameters and all(config.get(key) is None for key in tables):
             config = {**config, "rope_parameters": files.rope_parameters}
-        reader = RopeParametersReader(config, files.rope_base, fraction, files.rope_keys)
+        reader = RopeParametersReader(config, files.rope_base, usual, files.rope_keys)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
         latent: LatentTable | None = sizes.get("latent")
-        base, scaling = reader.read(sizes["sequence"], latent.rotary_size if latent else head_size)
+        positions = reader.read(sizes["sequence"], latent.rotary_size if latent else head_size)
+        scaling, fraction = positions.scaling, positions.fraction
         for problem in reader.problems:
             self.problem(*problem)
         if files.local_rope:
@@ -274,13 +275,13 @@ class _ConfigReader:
             key = next(key for key in tables if config.get(key))
             message = f"unsupported; expected {either(map(repr, files.rope_kinds))} for {files.model_type}"
             self.problem(f"{key}: rope_type", scaling.kind, message)
-        rotated = rotated_features(head_size, reader.fraction)
-        if reader.fraction < 1 and (rotated % 2 or not rotated):
-            self.problem(files.rope_keys[1], reader.fraction, "must give an even number of features")
-        fields_read = {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
-        if latent is not None and scaling is not None and reader.mscale_all_dim is not None:
+        rotated = rotated_features(head_size, fraction)
+        if fraction < 1 and (rotated % 2 or not rotated):
+            self.problem(files.rope_keys[1], fraction, "must give an even number of features")
+        fields_read = {"rope_base": positions.base, "rope_scaling": scaling, "rotary_fraction": fraction}
+        if latent is not None and scaling is not None and positions.mscale_all_dim is not None:
             fields_read["attention_scale"] = yarn_attention_scale(
-                head_size, scaling.factor, reader.mscale_all_dim
+                head_size, scaling.factor, positions.mscale_all_dim
             )
         return fields_read
 
@@ -309,18 +310,18 @@ class _ConfigReader:
             others.append("rope_parameters")
         reader = RopeParametersReader({**config, **dict.fromkeys(others)}, usual)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
-        local, of_local = reader.read(sizes["sequence"], head_size)
+        local = reader.read(sizes["sequence"], head_size)
         for problem in reader.problems:
             self.problem(*problem)
-        if (local, of_local) == (base, scaling):
+        if (local.base, local.scaling) == (base, scaling):
             return None
-        if of_local is not None:
+        if local.scaling is not None:
             message = (
                 "unsupported: positions of layers with a window are scaled only like those of other layers"
             )
             table = self.config["rope_parameters"][SLIDING]
             self.problem(f"rope_parameters: {SLIDING}", table, message)
-        return local
+        return local.base
 
     def refuse_base_of_all_layers(self, sliding: Config) -> None:
         """Report a base that is not that of layers with a window in each version of `transformers`."""

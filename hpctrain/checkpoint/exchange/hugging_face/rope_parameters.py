@@ -7,6 +7,7 @@ Files of version 5 have both in `rope_parameters`. Older files have `rope_theta`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -48,6 +49,24 @@ _NO_KEYS: Mapping[str, float] = MappingProxyType({})
 _KINDS = get_args(RopeScaling.model_fields["kind"].annotation)
 
 
+@dataclass(frozen=True)
+class RotaryPositions:
+    """Rotary positions that a config.json describes.
+
+    Attributes:
+        base: Base of the frequencies.
+        fraction: Share of the features of a head that are rotated.
+        scaling: Scaling of the frequencies; None if they are not scaled.
+        mscale_all_dim: Key of "yarn" that says by how much latent attention multiplies its scores; None if it
+            does not.
+    """
+
+    base: float
+    fraction: float
+    scaling: RopeScaling | None = None
+    mscale_all_dim: float | None = None
+
+
 class RopeParametersReader:
     """Reader of the rotary positions of a config.json, which collects what is wrong with them.
 
@@ -55,14 +74,11 @@ class RopeParametersReader:
         config: Content of the config.json.
         default_base: Base of the frequencies where the file does not say it.
         default_fraction: Share of the features of a head that are rotated, where the file does not say it;
-            None if files of this architecture cannot say it.
+            None if files of this architecture cannot say it, and all are rotated.
         names: Keys of the base and of this share beside `rope_parameters`.
 
     Attributes:
-        fraction: Share of the features of a head that are rotated; known after `read`.
         problems: What is wrong, in the order in which it was found.
-        mscale_all_dim: Key of "yarn" that says by how much latent attention multiplies its scores; None if it
-            does not.
     """
 
     def __init__(
@@ -77,60 +93,41 @@ class RopeParametersReader:
         self._names = names
         base_key, fraction_key = names
         self._base = self._number(base_key, config.get(base_key), default_base)
-        self.fraction = 1.0
-        self.mscale_all_dim: float | None = None
+        self._fraction = 1.0
         self._reads_fraction = default_fraction is not None
         if default_fraction is not None:
-            self.fraction = self._fraction(fraction_key, config.get(fraction_key), default_fraction)
+            self._fraction = self._share(fraction_key, config.get(fraction_key), default_fraction)
 
-    def read(self, sequence: int, head_size: int) -> tuple[float, RopeScaling | None]:
-        """Return the base of the frequencies and their scaling, None if they are not scaled.
-
-        If there are problems, the result is any valid value.
+    def read(self, sequence: int, head_size: int) -> RotaryPositions:
+        """Return the rotary positions, which are any valid ones if there are problems.
 
         Args:
             sequence: Value of max_position_embeddings.
             head_size: Number of features of an attention head.
         """
         keys = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key) not in (None, {})]
-        fractions = [self._table_fraction(key) for key in keys]
-        results: list[tuple[float, RopeScaling | None]] = []
-        for key, fraction in zip(keys, fractions, strict=True):
-            rotated = rotated_features(head_size, fraction)
-            results.append(self._read_table(key, self._config[key], sequence, rotated))
-        differ = len(keys) == 2 and (results[0] != results[1] or fractions[0] != fractions[1])
-        if differ and not self.problems:
+        found = [self._read_table(key, self._config[key], sequence, head_size) for key in keys]
+        if len(found) == 2 and found[0] != found[1] and not self.problems:
             self.problems.append((keys[0], self._config[keys[0]], f"contradicts {keys[1]}"))
-        self.fraction = fractions[0] if fractions else self.fraction
-        base, scaling = results[0] if results else (self._base, None)
-        self._check_ignored_keys(base)
-        return base, scaling
+        positions = found[0] if found else RotaryPositions(self._base, self._fraction)
+        self._refuse_ignored_keys(positions)
+        return positions
 
-    def _table_fraction(self, key: str) -> float:
-        """Return the share of rotated features by `rope_scaling` or `rope_parameters`."""
-        table = self._config[key]
-        value = table.get(ROPE_KEYS[1]) if self._reads_fraction and isinstance(table, dict) else None
-        return self._fraction(f"{key}: {ROPE_KEYS[1]}", value, self.fraction)
-
-    def _check_ignored_keys(self, base: float) -> None:
+    def _refuse_ignored_keys(self, positions: RotaryPositions) -> None:
         """Report keys with the usual names that `transformers` ignores here and that say something else."""
-        for used, usual, value in zip(self._names, ROPE_KEYS, (base, self.fraction), strict=True):
+        values = positions.base, positions.fraction
+        for used, usual, value in zip(self._names, ROPE_KEYS, values, strict=True):
             ignored = self._config.get(usual)
             if used != usual and ignored not in (None, value):
                 message = f"ignored by transformers, which computes with {value:g} here; set {used}"
                 self.problems.append((usual, ignored, message))
 
-    def _read_table(
-        self, key: str, table: object, sequence: int, head_size: int
-    ) -> tuple[float, RopeScaling | None]:
-        """Return the base and the scaling that `rope_scaling` or `rope_parameters` describes."""
+    def _read_table(self, key: str, table: object, sequence: int, head_size: int) -> RotaryPositions:
+        """Return the positions that the table `rope_scaling` or `rope_parameters` describes."""
         before = len(self.problems)
         if not isinstance(table, dict):
             self.problems.append((key, table, "must be an object"))
-            return self._base, None
-        if "rope_type" in table and table["rope_type"] is None:  # an error in transformers, too
-            self.problems.append((f"{key}: rope_type", None, _unsupported_kind()))
-            return self._base, None
+            return RotaryPositions(self._base, self._fraction)
         values = {name: value for name, value in table.items() if value is not None}
         base = self._number(f"{key}: rope_theta", values.pop("rope_theta", None), self._base)
         if "rope_theta" in table and table["rope_theta"] is None:
@@ -138,18 +135,47 @@ class RopeParametersReader:
         for name in [name for name, value in values.items() if isinstance(value, dict)]:
             message = "unsupported: all layers of this architecture have the same rotary positions"
             self.problems.append((f"{key}: {name}", values.pop(name), message))
-        partial = values.pop("partial_rotary_factor", 1)
-        older_kind = values.pop("type", "default")
-        kind = values.pop("rope_type", older_kind)
-        kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
-        if kind not in ("default", *_KINDS):
-            self.problems.append((f"{key}: rope_type", kind, _unsupported_kind()))
-            return base, None
-        if partial != 1 and not self._reads_fraction:
-            message = "unsupported: rotary positions rotate whole heads"
-            self.problems.append((f"{key}: partial_rotary_factor", partial, message))
+        unscaled = RotaryPositions(base, self._table_fraction(key, values.pop(ROPE_KEYS[1], None)))
+        kind = self._kind(key, table)
         if kind == "default":
-            return base, None
+            return unscaled
+        for name in ("type", "rope_type"):
+            values.pop(name, None)
+        self._resolve_original(key, kind, values, sequence)
+        mscale_all_dim = self._mscale_all_dim(key, values) if kind == "yarn" else None
+        if len(self.problems) > before:
+            return unscaled
+        if kind == "longrope" or "factor" in table:
+            _resolve_factors(kind, values, sequence)
+        scaling = self._scaling(key, kind, values)
+        if scaling is not None:
+            rotated = rotated_features(head_size, unscaled.fraction)
+            self.problems += _contradictions(key, scaling, rotated, base)
+        if len(self.problems) > before:
+            return unscaled
+        return replace(unscaled, scaling=scaling, mscale_all_dim=mscale_all_dim)
+
+    def _table_fraction(self, key: str, value: object) -> float:
+        """Return the share of rotated features that a table says, or else that of the keys beside it."""
+        if self._reads_fraction:
+            return self._share(f"{key}: {ROPE_KEYS[1]}", value, self._fraction)
+        if value not in (None, 1):
+            message = "unsupported: rotary positions rotate whole heads"
+            self.problems.append((f"{key}: {ROPE_KEYS[1]}", value, message))
+        return self._fraction
+
+    def _kind(self, key: str, table: Mapping[str, object]) -> str:
+        """Return the kind of scaling of a table: "default" for none, and for an unsupported one."""
+        kind = table.get("rope_type", table.get("type", "default"))  # null is an error in transformers, too
+        kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
+        if isinstance(kind, str) and kind in ("default", *_KINDS):
+            return kind
+        message = f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
+        self.problems.append((f"{key}: rope_type", kind, message))
+        return "default"
+
+    def _resolve_original(self, key: str, kind: str, values: dict[str, Any], sequence: int) -> None:
+        """Set the length of the sequence before the scaling as `transformers` does; drop it for "linear"."""
         if kind == "linear":
             values.pop(_ORIGINAL, None)
         elif kind == "dynamic":
@@ -159,18 +185,13 @@ class RopeParametersReader:
                 self.problems.append((f"{key}: {_ORIGINAL}", original, message))
         else:
             values[_ORIGINAL] = self._config.get(_ORIGINAL, values.get(_ORIGINAL, sequence))
-        if kind == "yarn":
-            for name in ("mscale", "mscale_all_dim"):
-                if not _is_number(value := values.get(name) or 1):
-                    self.problems.append((f"{key}: {name}", value, "must be a number of at least 0"))
-                    return base, None
-            self.mscale_all_dim = values.get("mscale_all_dim") or None
-        if kind == "longrope" or "factor" in table:
-            _resolve_factors(kind, values, sequence)
-        scaling = self._scaling(key, kind, values)
-        if scaling is not None:
-            self.problems += _contradictions(key, scaling, head_size, base)
-        return base, scaling if len(self.problems) == before else None
+
+    def _mscale_all_dim(self, key: str, values: Mapping[str, Any]) -> float | None:
+        """Return `mscale_all_dim` of "yarn", None if it is 0 or missing; check `mscale`, too."""
+        for name in ("mscale", "mscale_all_dim"):
+            if not _is_number(value := values.get(name) or 1):
+                self.problems.append((f"{key}: {name}", value, "must be a number of at least 0"))
+        return values.get("mscale_all_dim") or None
 
     def _scaling(self, key: str, kind: str, values: Mapping[str, object]) -> RopeScaling | None:
         """Return the scaling that a table describes; None, with problems, if it is not valid."""
@@ -192,7 +213,7 @@ class RopeParametersReader:
                 self.problems.append((f"{key}: {_HF_KEYS.get(own, own)}", fields[own], message))
         return None
 
-    def _fraction(self, key: str, value: object, default: float) -> float:
+    def _share(self, key: str, value: object, default: float) -> float:
         fraction = self._number(key, value, default)
         if fraction > 1:
             self.problems.append((key, value, "must be at most 1"))
@@ -223,11 +244,6 @@ def _resolve_factors(kind: str, values: dict[str, Any], sequence: int) -> None:
         attention_factor = yarn_attention_factor(factor, *scales)
         if attention_factor != default_attention_factor(factor):
             values["attention_factor"] = attention_factor
-
-
-def _unsupported_kind() -> str:
-    """Return the message about a kind of scaling that is not supported."""
-    return f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
 
 
 def _is_number(value: object) -> bool:

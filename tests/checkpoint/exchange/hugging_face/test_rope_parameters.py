@@ -169,6 +169,11 @@ def test_derived_values_are_those_of_transformers(
             "contradicts rope_parameters",
         ),
         (None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: unsupported"),
+        (
+            {"type": "yarn", **YARN, "attention_factor": 1.0, "mscale_all_dim": 0.5},
+            {"rope_parameters": {"type": "yarn", **YARN, "attention_factor": 1.0, "mscale_all_dim": 0.6}},
+            "contradicts rope_parameters",
+        ),
     ],
 )
 def test_configs_that_are_refused(scaling: Any, keys: dict[str, Any], told: str) -> None:
