@@ -52,7 +52,7 @@ class ModulePasses(ForwardPasses):
 
     def __init__(self, part: ModulePart, slot_count: int) -> None:
         self.part, self.slot_count = part, slot_count
-        self.window = part.sequence
+        self.window = part.architecture.sequence
 
     @override
     def allocate_slot(self) -> int:

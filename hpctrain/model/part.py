@@ -192,16 +192,15 @@ class ModelPart(Protocol):
 
 
 @torch.no_grad()
-def logits_of(model: ModelPart, tokens: Tensor, last: int = 0) -> Tensor:
+def logits_of(model: ModelPart, tokens: Tensor) -> Tensor:
     """Return the logits [b, s, V] of tokens [b, s] by a Transformer in one part.
 
     Args:
         model: The model, without sequence parallelism.
         tokens: Token ids.
-        last: Number of positions at the end of the sequences to return; 0 for all.
     """
     hidden = model(ModelInputs.of_texts(tokens))
-    logits: Tensor = model.predict(hidden[-last:], VocabularyHead.logits)
+    logits: Tensor = model.predict(hidden, VocabularyHead.logits)
     return logits.transpose(0, 1)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.model.block import PassContext, TransformerBlock
-from hpctrain.model.mixtures.mixture_block import MixtureBlock
+from hpctrain.model.mixtures.mixture import MixtureBlock
 from hpctrain.model.norm import Norm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext

@@ -36,7 +36,7 @@ from typing_extensions import override
 from hpctrain.model.attention.rotary import Rotary
 from hpctrain.model.block import PassContext, TransformerBlock, TransformerLayer
 from hpctrain.model.inputs import ModelInputs, field_ahead
-from hpctrain.model.mixtures.mixture_block import MixtureBlock
+from hpctrain.model.mixtures.mixture import MixtureBlock
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import (
     Computed,

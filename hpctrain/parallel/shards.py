@@ -278,9 +278,8 @@ class Parameter(nn.Parameter):
 
     def zero_stale_gradient(self) -> None:
         """Fill the buffer with zeros if nothing was added since `reset_gradient`."""
-        if self._stale and (buffer := self._buffer()) is not None:
-            buffer.zero_()
-            self._stale = False
+        if self._stale:
+            _ = self.gradient
 
     def reset_gradient(self) -> None:
         """Make the gradient zero. The buffer is zeroed or overwritten at the next addition."""

@@ -28,6 +28,7 @@ class StepStatistics:
 
     Attributes:
         detailed_step: True in steps in which layers also record statistics that are only reported.
+        micro_batch: Number of the current action's micro-batch; None outside of training steps.
         padding: Positions of the action's micro-batch that are padding, bool [s, b] of this rank's piece of
             the sequence, in training or not. None if there are none.
     """
@@ -35,7 +36,7 @@ class StepStatistics:
     def __init__(self) -> None:
         self.detailed_step = False
         self.padding: Tensor | None = None
-        self._micro_batch: int | None = None
+        self.micro_batch: int | None = None
         self._calls: Counter[str] = Counter()
         self._recorded: dict[Reduction, dict[tuple[str, int, int], Tensor]] = {"max": {}, "sum": {}}
         self._agreed_sizes: dict[Reduction, dict[str, int]] | None = None
@@ -48,18 +49,13 @@ class StepStatistics:
                 evaluation, where nothing is recorded.
             padding: Positions of the micro-batch that are padding, as for the attribute.
         """
-        self._micro_batch, self.padding = micro_batch, padding
+        self.micro_batch, self.padding = micro_batch, padding
         self._calls.clear()
-
-    @property
-    def micro_batch(self) -> int | None:
-        """Number of the micro-batch of the current action, or None outside of training steps."""
-        return self._micro_batch
 
     @property
     def is_detailed(self) -> bool:
         """True if statistics that are only reported are to be recorded now."""
-        return self.detailed_step and self._micro_batch is not None
+        return self.detailed_step and self.micro_batch is not None
 
     def record_max(self, name: str, values: Tensor) -> None:
         """Record candidates for maxima over all micro-batches and ranks.
@@ -68,7 +64,7 @@ class StepStatistics:
             name: Name of the statistic, the same on all ranks that record it.
             values: Non-negative numbers [k], one of each maximum.
         """
-        if self._micro_batch is not None:
+        if self.micro_batch is not None:
             maxima, values = self._recorded["max"], values.detach().clone()
             key = (name, 0, 0)
             maxima[key] = torch.maximum(maxima[key], values) if key in maxima else values
@@ -83,8 +79,8 @@ class StepStatistics:
             name: Name of the statistic, the same on all ranks that record it.
             values: Terms [k], one of each sum.
         """
-        if self._micro_batch is not None:
-            key = (name, self._micro_batch, self._calls[name])
+        if self.micro_batch is not None:
+            key = (name, self.micro_batch, self._calls[name])
             self._recorded["sum"][key] = values.detach().clone()
             self._calls[name] += 1
 

@@ -305,7 +305,9 @@ def test_evaluation_counts_every_sample_once(world: World, kind: str) -> None:
 def test_parts_know_an_example_without_values(world: World) -> None:
     part: Any = trainer(world, deck_of("Regression")).engine.stage.models[0]
     shapes = {
-        name: (list(field.shape), field.dtype, field.device.type) for name, field in part.example(4).items()
+        name: (list(field.shape), field.dtype, field.device.type)
+        for name, field in part.architecture.example(4).items()
+        for name, field in part.architecture.example(4).items()
     }
     assert shapes == {
         "answer": ([4, 2], torch.float32, "meta"),

@@ -46,8 +46,8 @@ class ModuleArchitecture(Architecture):
         storage: dtype of parameters and of persistent floating-point buffers.
         fields: Shape and dtype of each field of a sample, by name.
         inputs: Fields that the module is called with; None lets `make_call` choose.
-        block_number: Number of blocks.
-        remarks: Notes for the start of a run.
+        block_count: Number of blocks.
+        notes: Notes for the start of a run.
         plan: Tensor-parallel plan of the deck, as JSON.
         gather_logits: True if a user's own loss needs the logits of the whole vocabulary.
         micro_size: Samples of a micro-batch.
@@ -64,8 +64,8 @@ class ModuleArchitecture(Architecture):
     storage: torch.dtype
     fields: tuple[tuple[str, FieldSpec], ...] = ()
     inputs: tuple[str, ...] | None = None
-    block_number: int = 0
-    remarks: tuple[str, ...] = ()
+    block_count: int = 0
+    notes: tuple[str, ...] = ()
     plan: str = "null"
     gather_logits: bool = False
     micro_size: int = 1
@@ -116,8 +116,8 @@ class ModuleArchitecture(Architecture):
             problems.append(deck.problem("data.inputs", error.problems[0]))
         if problems or missing:
             raise HpctrainError([*problems, *missing])
-        remarks = (*(module_notes(module) if is_causal_model else ()), *_notes(deck, module))
-        return replace(architecture, block_number=len(find_blocks(module, keys.blocks)), remarks=remarks)
+        notes = (*(module_notes(module) if is_causal_model else ()), *_notes(deck, module))
+        return replace(architecture, block_count=len(find_blocks(module, keys.blocks)), notes=notes)
 
     @property
     @override
@@ -127,19 +127,9 @@ class ModuleArchitecture(Architecture):
         return self.code.title
 
     @property
-    @override
-    def notes(self) -> tuple[str, ...]:
-        return self.remarks
-
-    @property
     def uses_random_numbers(self) -> bool:
         """True, because only the module's own code knows whether it draws random numbers."""
         return True
-
-    @property
-    @override
-    def block_count(self) -> int:
-        return self.block_number
 
     @property
     def begins_with_block(self) -> bool:

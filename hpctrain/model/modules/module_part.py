@@ -59,7 +59,7 @@ class ModulePart(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_context, self.span, self.architecture = layer_context, span, architecture
-        self.title, self.sequence = architecture.title, architecture.sequence
+        self.title = architecture.title
         self.residency = ParameterResidency()
         # A run does not use a copy, since closures inside a copied module refer to the original.
         planned = layer_context.tensor.device == META
@@ -85,7 +85,6 @@ class ModulePart(nn.Module):
             layer.owner = self, number
         self.blocks = tuple(contents.blocks.values())
         self._module_call = architecture.call(self.module)
-        self.example = architecture.example
         self._visited: set[Parameter] = set()
         self._backward_running = False
         self._recording: bool | None = None
@@ -132,7 +131,7 @@ class ModulePart(nn.Module):
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts; without a pipeline nothing is sent."""
         if not self.architecture.cut:
-            return self.sequence, micro_size, 1
+            return self.architecture.sequence, micro_size, 1
         message = StageMessage.of(find_call_order(replace(self.architecture, micro_size=micro_size)))
         return message.elements, 1, 1
 
