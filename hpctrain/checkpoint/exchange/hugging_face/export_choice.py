@@ -90,6 +90,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         ):
             possible = either(toml_value(chosen) for _, chosen in config_key.choices)
             yield config_key.deck_key, f"requires {possible}"
+    yield from _shared_key_requirements(architecture, shape)
     if files.windows is not None:
         sizes = {shape.window(layer) for layer in range(shape.layers)}
         if len(sizes - {0}) > 1:
@@ -121,6 +122,19 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         yield "heads", f"requires a number of heads that divides model.hidden = {shape.hidden}"
     if shape.experts is not None:
         yield from _mixture_requirements(architecture, shape, shape.experts)
+
+
+def _shared_key_requirements(
+    architecture: HuggingFaceArchitecture, shape: ModelShape
+) -> Iterator[tuple[str, str]]:
+    """Yield keys of [model] whose value differs from that of another one, where config.json has one key."""
+    first: dict[str, tuple[str, object]] = {}
+    for key in architecture.files.keys:
+        own = getattr(shape, key.deck_key)
+        value = next((hf_value for hf_value, native in key.choices if native == own), own)
+        deck_key, expected = first.setdefault(key.name, (key.deck_key, value))
+        if value != expected:
+            yield key.deck_key, f"has one key ({key.name}) for it and for model.{deck_key}"
 
 
 _NO_MIXTURE = MixtureFiles(sizes={})

@@ -102,3 +102,28 @@ def test_a_model_with_a_small_vocabulary_has_no_padding_id(name: str) -> None:
     with no_warnings():
         model = kind(kind.config_class(**config))
     assert model.get_input_embeddings().padding_idx is None
+
+
+@pytest.mark.parametrize(
+    ("name", "biases", "other_name"),
+    [
+        ("Ernie4_5ForCausalLM", ("all", False), "LlamaForCausalLM"),
+        ("Ernie4_5ForCausalLM", ("none", True), "LlamaForCausalLM"),
+        ("Starcoder2ForCausalLM", ("none", True), "GPTNeoXForCausalLM"),
+        ("Starcoder2ForCausalLM", ("all", False), None),
+    ],
+)
+def test_biases_that_one_key_cannot_say_are_those_of_another_architecture(
+    name: str, biases: tuple[str, bool], other_name: str | None
+) -> None:
+    shape = shape_of({**SMALL, "architectures": [name]}, "config.json")
+    imported = {"model_type": ARCHITECTURES[name].model_type}
+    for both in (("all", True), ("none", False)):
+        config = config_of(replace(shape, attention_bias=both[0], mlp_bias=both[1]), "float32", imported)
+        assert config["architectures"] == [name] and config["use_bias"] == both[1]
+    other = replace(shape, attention_bias=biases[0], mlp_bias=biases[1])
+    if other_name is not None:
+        assert config_of(other, "float32", imported)["architectures"] == [other_name]
+        return
+    with pytest.raises(HpctrainError, match=r"mlp_bias = false: .* has one key \(use_bias\) for it and for"):
+        config_of(other, "float32", imported)
