@@ -12,6 +12,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
     SLIDING,
     Config,
     deck_value,
+    whole_inverse_square,
 )
 from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
 from hpctrain.checkpoint.exchange.hugging_face.rope_parameters import local_rope_config, rope_config
@@ -106,8 +107,7 @@ def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
         case "reciprocal":
             return 1 / value
         case "inverse_root":
-            exact = value**-2
-            return round(exact) if abs(exact - round(exact)) < 1e-6 * exact else exact
+            return whole_inverse_square(value)
         case _:
             return value
 

@@ -127,3 +127,18 @@ def test_biases_that_one_key_cannot_say_are_those_of_another_architecture(
         return
     with pytest.raises(HpctrainError, match=r"mlp_bias = false: .* has one key \(use_bias\) for it and for"):
         config_of(other, "float32", imported)
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_scales_of_gemma_are_those_of_whole_numbers(name: str) -> None:
+    shape = shape_of({**SMALL, "rope_parameters": None, "architectures": [name]}, "config.json")
+    written = config_of(replace(shape, attention_scale=round(13**-0.5, 9)), "float32")
+    assert written["query_pre_attn_scalar"] == 13
+    keys = {key: written[key] for key in ("hidden_size", "num_attention_heads")}
+    config_class = getattr(transformers, name).config_class
+    assert config_class(**keys, query_pre_attn_scalar=13).query_pre_attn_scalar == 13
+    with pytest.raises(REFUSED, match="query_pre_attn_scalar"):
+        config_class(**keys, query_pre_attn_scalar=22.5)
+    message = r"attention_scale = 0\.21: .* requires 1 / sqrt\(query_pre_attn_scalar\) of a whole number"
+    with pytest.raises(HpctrainError, match=message):
+        config_of(replace(shape, attention_scale=0.21), "float32")
