@@ -205,6 +205,8 @@ class ModelType:
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
         quantization: `quant_method` of quantized weights that are read beside fp8; "" for none.
+        longrope_original: Default of `original_max_position_embeddings` beside `rope_parameters`, which
+            `transformers` prefers to the value in there with "longrope"; None if the class has no default.
         rope_kinds: Kinds of scaled rotary positions that `transformers` takes, for heads of width / heads;
             () for all kinds and heads.
         rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
@@ -255,6 +257,7 @@ class ModelType:
     windows: WindowKeys | None = None
     mixture: MixtureFiles | None = None
     quantization: Literal["", "mxfp4"] = ""
+    longrope_original: int | None = None
     rope_kinds: tuple[str, ...] = ()
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     constant_fields: Mapping[str, Any] = field(default_factory=lambda: _NONE)

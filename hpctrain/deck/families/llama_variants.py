@@ -21,6 +21,7 @@ _PHI3 = ModelType(
     ),
     attention_biases=("none",),
     has_rotary_fraction=True,
+    longrope_original=4096,
     rope_kinds=("longrope",),
     windows=WindowKeys(None),
     reward_architecture="Phi3ForSequenceClassification",

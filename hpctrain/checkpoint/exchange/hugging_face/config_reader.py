@@ -262,7 +262,9 @@ class _ConfigReader:
         tables = ("rope_parameters", "rope_scaling")
         if files.rope_parameters and all(config.get(key) is None for key in tables):
             config = {**config, "rope_parameters": files.rope_parameters}
-        reader = RopeParametersReader(config, files.rope_base, usual, files.rope_keys)
+        reader = RopeParametersReader(
+            config, files.rope_base, usual, files.rope_keys, files.longrope_original
+        )
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
         latent: LatentTable | None = sizes.get("latent")
         positions = reader.read(sizes["sequence"], latent.rotary_size if latent else head_size)

@@ -62,6 +62,8 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
         else:
             yarn_keys = latent_yarn_keys(shape, imported)
             own |= rope_config(shape.rope_base, shape.rope_scaling, fraction, yarn_keys, files.rope_keys)
+    if files.longrope_original is not None and shape.rope_scaling is not None:
+        own["original_max_position_embeddings"] = shape.rope_scaling.original_sequence
     if shape.latent is not None:
         latent = {**dict(shape.latent), "plain_size": shape.head_size - shape.latent.rotary_size}
         own |= {key: latent[name] for name, (key, _) in files.latent.items()}

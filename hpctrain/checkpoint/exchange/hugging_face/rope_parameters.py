@@ -76,6 +76,8 @@ class RopeParametersReader:
         default_fraction: Share of the features of a head that are rotated, where the file does not say it;
             None if files of this architecture cannot say it, and all are rotated.
         names: Keys of the base and of this share beside `rope_parameters`.
+        longrope_original: Length before "longrope" where the file does not say it beside `rope_parameters`;
+            None for the length in there.
 
     Attributes:
         problems: What is wrong, in the order in which it was found.
@@ -87,9 +89,11 @@ class RopeParametersReader:
         default_base: float,
         default_fraction: float | None = None,
         names: tuple[str, str] = ROPE_KEYS,
+        longrope_original: int | None = None,
     ) -> None:
         self.problems: list[Problem] = []
         self._config = config
+        self._longrope_original = longrope_original
         self._names = names
         base_key, fraction_key = names
         self._base = self._number(base_key, config.get(base_key), default_base)
@@ -184,7 +188,10 @@ class RopeParametersReader:
                 message = f"must be max_position_embeddings = {sequence} with rope_type = {kind!r}"
                 self.problems.append((f"{key}: {_ORIGINAL}", original, message))
         else:
-            values[_ORIGINAL] = self._config.get(_ORIGINAL, values.get(_ORIGINAL, sequence))
+            default = self._longrope_original if kind == "longrope" else None
+            values[_ORIGINAL] = self._original_length(
+                key, values.get(_ORIGINAL, default or sequence), default
+            )
 
     def _mscale_all_dim(self, key: str, values: Mapping[str, Any]) -> float | None:
         """Return `mscale_all_dim` of "yarn", None if it is 0 or missing; check `mscale`, too."""
@@ -192,6 +199,15 @@ class RopeParametersReader:
             if not _is_number(value := values.get(name) or 1):
                 self.problems.append((f"{key}: {name}", value, "must be a number of at least 0"))
         return values.get("mscale_all_dim") or None
+
+    def _original_length(self, key: str, in_table: object, default: int | None) -> object:
+        """Return the length before scaling: that beside the table or `default`, or else that in the table."""
+        if default is None or _ORIGINAL in self._config:
+            return self._config.get(_ORIGINAL, in_table)
+        if in_table != default:
+            message = f"ignored by transformers, which computes with {default} here; set it beside this table"
+            self.problems.append((f"{key}: {_ORIGINAL}", in_table, message))
+        return default
 
     def _scaling(self, key: str, kind: str, values: Mapping[str, object]) -> RopeScaling | None:
         """Return the scaling that a table describes; None, with problems, if it is not valid."""

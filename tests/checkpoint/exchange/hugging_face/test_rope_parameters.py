@@ -8,8 +8,9 @@ from math import log
 from typing import Any
 
 import pytest
+import torch
 
-from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES, LANGUAGE_MODELS
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.model_files import context_length
@@ -17,6 +18,7 @@ from hpctrain.checkpoint.exchange.source import model_keys
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.errors import HpctrainError
+from hpctrain.model.attention.rotary import RotaryFrequencies
 from tests.rope_scalings import SCALINGS
 
 LLAMA: dict[str, Any] = {
@@ -309,6 +311,32 @@ def test_config_says_what_was_read(name: str) -> None:
     assert ("rope_scaling.beta_fast" in keys) == (scaling.kind == "yarn")
 
 
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("name", [each.name for each in LANGUAGE_MODELS if each.rotary])
+def test_transformers_rotates_a_model_that_was_not_imported_as_the_deck_says(name: str, kind: str) -> None:
+    transformers, utils = (
+        pytest.importorskip(each) for each in ("transformers", "transformers.modeling_rope_utils")
+    )
+    files = ARCHITECTURES[name].files
+    if files.latent or files.local_rope:
+        pytest.skip("its scaling has other keys or other tables")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    shape = shape_of({**sizes, "architectures": [name], "max_position_embeddings": 48}, "config.json")
+    if shape.rotated_features != 8 and kind in {"longrope", "dynamic"}:
+        pytest.skip("it needs more features")
+    scaling = SCALINGS[kind].model_copy(update={"truncate": True})
+    shape = replace(shape, rope_scaling=scaling)
+    config = config_of(shape, "float32")
+    config["max_position_embeddings"] = 12 if kind == "dynamic" else 48
+    theirs = getattr(transformers, *config.pop("architectures")).config_class(**config)
+    frequencies, factor = utils.ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](
+        theirs, torch.device("cpu"), 48
+    )
+    ours = RotaryFrequencies.of(shape)
+    torch.testing.assert_close(ours.angles_per_position(torch.device("cpu")).float(), frequencies)
+    assert factor == pytest.approx(ours.attention_factor)
+
+
 @pytest.mark.parametrize(
     ("name", "sequence", "imported", "expected"),
     [
@@ -355,8 +383,13 @@ def test_phi3_has_the_kinds_that_transformers_takes(name: str) -> None:
     keys = {**config, "max_position_embeddings": 48, "rope_parameters": parameters}
     if name == "longrope":
         assert written["architectures"] == ["Phi3ForCausalLM"]
+        message = r"original_max_position_embeddings = 12: ignored by transformers, .* with 4096 here"
+        with pytest.raises(HpctrainError, match=message):
+            shape_of(keys, "config.json")
+        theirs = transformers.Phi3Config(**deepcopy(keys)).rope_parameters
+        assert (theirs["rope_type"], theirs["original_max_position_embeddings"]) == (name, 4096)
+        keys["original_max_position_embeddings"] = written["original_max_position_embeddings"]
         assert shape_of(keys, "config.json").rope_scaling == scaling
-        assert transformers.Phi3Config(**deepcopy(keys)).rope_parameters["rope_type"] == name
         other = replace(shape, head_size=10, windows=(5,), rotary_fraction=0.8)
         with pytest.raises(HpctrainError, match=r"head_size = 10: .* requires hidden / heads if positions"):
             config_of(other, "float32")
