@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.deck.families.preset_keys import model_keys
+from hpctrain.deck.families.preset_keys import model_keys, preset_series
 from hpctrain.deck.family import Family, FamilyDefaults, ModelType
 
 _BLOCK = "transformer.h.{}"
@@ -55,51 +55,27 @@ FAMILIES: Mapping[str, Family] = {
         ),
         model_types=(_GPT2,),
         presets={
-            "gpt2-124m": {
-                "source": "Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
-                "sequence": 1024,
-                "model": model_keys(12, 768, 12, 12, 3072, 50257, 1e-5, tied=True),
-            },
-            "gpt2-355m": {
-                "source": "Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
-                "sequence": 1024,
-                "model": model_keys(24, 1024, 16, 16, 4096, 50257, 1e-5, tied=True),
-            },
-            "gpt2-774m": {
-                "source": "Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
-                "sequence": 1024,
-                "model": model_keys(36, 1280, 20, 20, 5120, 50257, 1e-5, tied=True),
-            },
-            "gpt2-1.5b": {
-                "source": "Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
-                "sequence": 1024,
-                "model": model_keys(48, 1600, 25, 25, 6400, 50257, 1e-5, tied=True),
-            },
-            "megatron-1.7b": {
-                "source": "Narayanan et al. 2021, arXiv 2104.04473, table 1",
-                "sequence": 2048,
-                "model": model_keys(24, 2304, 24, 24, 9216, 51200, 1e-5, tied=True),
-            },
-            "megatron-18.4b": {
-                "source": "Narayanan et al. 2021, arXiv 2104.04473, table 1",
-                "sequence": 2048,
-                "model": model_keys(40, 6144, 48, 48, 24576, 51200, 1e-5, tied=True),
-            },
-            "megatron-76.1b": {
-                "source": "Narayanan et al. 2021, arXiv 2104.04473, table 1",
-                "sequence": 2048,
-                "model": model_keys(60, 10240, 80, 80, 40960, 51200, 1e-5, tied=True),
-            },
-            "megatron-310.1b": {
-                "source": "Narayanan et al. 2021, arXiv 2104.04473, table 1",
-                "sequence": 2048,
-                "model": model_keys(96, 16384, 128, 128, 65536, 51200, 1e-5, tied=True),
-            },
-            "megatron-1008b": {
-                "source": "Narayanan et al. 2021, arXiv 2104.04473, table 1",
-                "sequence": 2048,
-                "model": model_keys(128, 25600, 160, 160, 102400, 51200, 1e-5, tied=True),
-            },
+            **preset_series(
+                "Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
+                1024,
+                {
+                    "gpt2-124m": model_keys(12, 768, 12, 12, 3072, 50257, 1e-5),
+                    "gpt2-355m": model_keys(24, 1024, 16, 16, 4096, 50257, 1e-5),
+                    "gpt2-774m": model_keys(36, 1280, 20, 20, 5120, 50257, 1e-5),
+                    "gpt2-1.5b": model_keys(48, 1600, 25, 25, 6400, 50257, 1e-5),
+                },
+            ),
+            **preset_series(
+                "Narayanan et al. 2021, arXiv 2104.04473, table 1",
+                2048,
+                {
+                    "megatron-1.7b": model_keys(24, 2304, 24, 24, 9216, 51200, 1e-5),
+                    "megatron-18.4b": model_keys(40, 6144, 48, 48, 24576, 51200, 1e-5),
+                    "megatron-76.1b": model_keys(60, 10240, 80, 80, 40960, 51200, 1e-5),
+                    "megatron-310.1b": model_keys(96, 16384, 128, 128, 65536, 51200, 1e-5),
+                    "megatron-1008b": model_keys(128, 25600, 160, 160, 102400, 51200, 1e-5),
+                },
+            ),
         },
     ),
 }

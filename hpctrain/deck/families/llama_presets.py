@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.deck.families.preset_keys import expert_keys, model_keys
+from hpctrain.deck.families.preset_keys import expert_keys, model_keys, preset_series
 
 _LLAMA3_SCALING = {
     "kind": "llama3",
@@ -24,40 +24,13 @@ _QWEN3 = {"head_size": 128, "query_key_norm": "head", "rope_base": 1e6}
 _QWEN3_REPORT = "Qwen3: Yang et al. 2025, arXiv 2505.09388"
 
 
-def _series(
-    source: str,
-    sequence: int,
-    models: Mapping[str, Mapping[str, Any]],
-    common: Mapping[str, Any] | None = None,
-    rope_scaling: Mapping[str, Any] | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Return presets of dense models that were published together.
-
-    Args:
-        source: Publication of the models.
-        sequence: Value of `batch.sequence`.
-        models: Keys of [model] in which a model differs from the others, by the name of its preset.
-        common: Keys of [model] that all of them have.
-        rope_scaling: Keys of [model.rope_scaling]; None if positions are not scaled.
-    """
-    return {
-        name: {
-            "source": source,
-            "sequence": sequence,
-            "model": {**(common or {}), **keys},
-            "rope_scaling": rope_scaling or {},
-        }
-        for name, keys in models.items()
-    }
-
-
 LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    **_series(
+    **preset_series(
         "TinyLlama 1.1B: Zhang et al. 2024, arXiv 2401.02385",
         2048,
         {"llama-1b": model_keys(22, 2048, 32, 4, 5632, 32000, 1e-5)},
     ),
-    **_series(
+    **preset_series(
         "Touvron et al. 2023, arXiv 2302.13971",
         2048,
         {
@@ -66,7 +39,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
             "llama-65b": model_keys(80, 8192, 64, 64, 22016, 32000, 1e-5),
         },
     ),
-    **_series(
+    **preset_series(
         "Llama 2: Touvron et al. 2023, arXiv 2307.09288",
         4096,
         {
@@ -75,7 +48,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
             "llama-2-13b": model_keys(40, 5120, 40, 40, 13824, 32000, 1e-5),
         },
     ),
-    **_series(
+    **preset_series(
         "Llama 3: Grattafiori et al. 2024, arXiv 2407.21783",
         8192,
         {
@@ -84,7 +57,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         {"rope_base": 5e5},
     ),
-    **_series(
+    **preset_series(
         "Llama 3.1: Grattafiori et al. 2024, arXiv 2407.21783",
         8192,
         {
@@ -95,7 +68,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         {"rope_base": 5e5},
         {**_LLAMA3_SCALING, "factor": 8.0},
     ),
-    **_series(
+    **preset_series(
         "Llama 3.2: model card of Meta, 2024",
         8192,
         {
@@ -105,7 +78,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         {"rope_base": 5e5, "tied": True},
         {**_LLAMA3_SCALING, "factor": 32.0},
     ),
-    **_series(
+    **preset_series(
         "Qwen2.5: Yang et al. 2024, arXiv 2412.15115",
         4096,
         {
@@ -119,7 +92,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         _QWEN2,
     ),
-    **_series(
+    **preset_series(
         _QWEN3_REPORT,
         4096,
         {
@@ -132,7 +105,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         _QWEN3,
     ),
-    **_series(
+    **preset_series(
         "SmolLM2: Ben Allal et al. 2025, arXiv 2502.02737",
         8192,
         {
@@ -142,33 +115,33 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         {"tied": True},
     ),
-    **_series(
+    **preset_series(
         "Mistral 7B v0.1: Jiang et al. 2023, arXiv 2310.06825",
         32768,
         {"mistral-7b-v0.1": model_keys(32, 4096, 32, 8, 14336, 32000, 1e-5, windows=[4096])},
     ),
-    **_series(
+    **preset_series(
         "Mistral 7B v0.3: Jiang et al. 2023, arXiv 2310.06825",
         32768,
         {"mistral-7b": model_keys(32, 4096, 32, 8, 14336, 32768, 1e-5, rope_base=1e6)},
     ),
-    **_series(
+    **preset_series(
         "Ministral 8B: model card of Mistral AI, 2024",
         131072,
         {"ministral-8b": model_keys(36, 4096, 32, 8, 12288, 131072, 1e-5)},
         {"head_size": 128, "rope_base": 1e8, "windows": [0, 32768, 32768, 32768]},
     ),
-    **_series(
+    **preset_series(
         "Mistral NeMo: model card of Mistral AI and NVIDIA, 2024",
         8192,
         {"mistral-12b": model_keys(40, 5120, 32, 8, 14336, 131072, 1e-5, head_size=128, rope_base=1e6)},
     ),
-    **_series(
+    **preset_series(
         "Mistral Small 3: model card of Mistral AI, 2025",
         32768,
         {"mistral-24b": model_keys(40, 5120, 32, 8, 32768, 131072, 1e-5, head_size=128, rope_base=1e8)},
     ),
-    **_series(
+    **preset_series(
         "Yi: Young et al. 2024, arXiv 2403.04652",
         4096,
         {
@@ -177,7 +150,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         {"rope_base": 5e6},
     ),
-    **_series(
+    **preset_series(
         "DeepSeek LLM: Bi et al. 2024, arXiv 2401.02954",
         4096,
         {"deepseek-7b": model_keys(30, 4096, 32, 32, 11008, 102400, 1e-6)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.deck.families.preset_keys import model_keys
+from hpctrain.deck.families.preset_keys import model_keys, preset_series
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType, WindowKeys
 
 _PHI3 = ModelType(
@@ -60,16 +60,15 @@ FAMILIES: Mapping[str, Family] = {
         defaults=FamilyDefaults(),
         model_types=(_PHI3,),
         presets={
-            "phi-3-mini": {
-                "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
-                "sequence": 4096,
-                "model": model_keys(32, 3072, 32, 32, 8192, 32064, 1e-5, windows=(2047,)),
-            },
-            "phi-3-medium": {
-                "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
-                "sequence": 4096,
-                "model": model_keys(40, 5120, 40, 10, 17920, 32064, 1e-5, windows=(2047,)),
-            },
+            **preset_series(
+                "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
+                4096,
+                {
+                    "phi-3-mini": model_keys(32, 3072, 32, 32, 8192, 32064, 1e-5),
+                    "phi-3-medium": model_keys(40, 5120, 40, 10, 17920, 32064, 1e-5),
+                },
+                {"windows": (2047,)},
+            ),
             "phi-4": {
                 "source": "Phi-4: Abdin et al. 2024, arXiv 2412.08905",
                 "sequence": 16384,
