@@ -21,7 +21,6 @@ from hpctrain.text import either
 
 SCALES = "_scale_inv"
 _KIND = "F8_E4M3"
-_SHAPES = "has scales of shape"
 
 
 def dequantize(values: Tensor, scales: Tensor, block: Index, first: Index) -> Tensor:
@@ -53,16 +52,20 @@ class Fp8Folder(TensorFolder):
         tensors = dict(folder.tensors)
         self._block = block
         self._quantized = frozenset(name for name, each in tensors.items() if each.kind == _KIND)
-        found = {name: self._problem(name, tensors) for name in sorted(self._quantized)}
-        problems = {name: problem for name, problem in found.items() if problem is not None}
-        sized = [name for name in problems if _SHAPES in problems[name]]
-        if len(sized) > 1:
+        matrices = sorted(self._quantized)
+        misfits = {name: text for name in matrices if (text := self._shape_problem(name, tensors))}
+        if len(misfits) > 1:  # the same mistake everywhere is one of the block size
             key = f"{folder.path / CONFIG}: quantization_config: weight_block_size = {list(block)}"
-            example = f"{sized[0]} in {tensors[sized[0]].file} {problems[sized[0]]}"
+            name, text = next(iter(misfits.items()))
+            example = f"{name} in {tensors[name].file} {text}"
             raise HpctrainError(f"{key}: contradicts the scales in these files, since {example}")
+        problems = [
+            f"{folder.path / tensors[name].file}: {name}: {text}"
+            for name in matrices
+            if (text := misfits.get(name) or self._problem(name, tensors))
+        ]
         if problems:
-            where = {name: folder.path / tensors[name].file for name in problems}
-            raise first_of([f"{where[name]}: {name}: {problem}" for name, problem in problems.items()])
+            raise first_of(problems)
         for name in self._quantized:
             tensors[name] = replace(tensors[name], kind="BF16")
             del tensors[name + SCALES]
@@ -70,16 +73,22 @@ class Fp8Folder(TensorFolder):
         # One for each kind of tensors, since a folder keeps the file of its last tensor open.
         self._numbers, self._scales = (TensorFolder(folder.path, folder.tensors) for _ in range(2))
 
+    def _shape_problem(self, name: str, tensors: Mapping[str, Described]) -> str | None:
+        """Return a message if the scales of a matrix have not one element for each block."""
+        matrix, scales = tensors[name], tensors.get(name + SCALES)
+        if scales is None or len(matrix.shape) < len(self._block):
+            return None
+        blocks = [-(-n // size) for n, size in zip(matrix.shape, self._blocks(matrix.shape), strict=True)]
+        has_shape = f"has scales of shape {list(scales.shape)}, expected {blocks} for its blocks"
+        return has_shape if list(scales.shape) != blocks else None
+
     def _problem(self, name: str, tensors: Mapping[str, Described]) -> str | None:
-        """Return what is wrong with the scales of a matrix; None if they fit it."""
+        """Return a message if a matrix or its scales cannot be read for another reason than their shapes."""
         matrix, scales = tensors[name], tensors.get(name + SCALES)
         if scales is None:
             return f"requires {name}{SCALES}, which is not in these files"
         if len(matrix.shape) < len(self._block):
             return f"has shape {list(matrix.shape)}, expected a matrix of scaled blocks"
-        blocks = [-(-n // size) for n, size in zip(matrix.shape, self._blocks(matrix.shape), strict=True)]
-        if list(scales.shape) != blocks:
-            return f"{_SHAPES} {list(scales.shape)}, expected {blocks} for its blocks"
         return None if scales.kind in TYPES else f"has scales of type {scales.kind}, expected {either(TYPES)}"
 
     def _blocks(self, shape: Index) -> Index:
