@@ -48,22 +48,18 @@ class Matmul:
     Args:
         weights: Weights [n_i, k] that are neighbours in one bucket.
         layer_context: Context of the layer.
+
+    Attributes:
+        output_sizes: Local output features n_i of each weight.
+        shape: Local sizes (n, k) of all weights together.
     """
 
     def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
         self.weights, self.layer_context = weights, layer_context
+        self.output_sizes = [weight.shard.local[0] for weight in weights]
+        self.shape = sum(self.output_sizes), weights[0].shard.local[1]
         self._converted: Tensor | None = None
         self._converted_period: int | None = None
-
-    @property
-    def output_sizes(self) -> list[int]:
-        """Local output features n_i of each weight."""
-        return [weight.shard.local[0] for weight in self.weights]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Local sizes (n, k) of all weights together."""
-        return sum(self.output_sizes), self.weights[0].shard.local[1]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:

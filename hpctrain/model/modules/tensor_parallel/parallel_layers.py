@@ -82,16 +82,8 @@ class TransposedMatmul(Matmul):
     def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
         super().__init__(weights, layer_context)
         self._products = [Matmul([weight], layer_context) for weight in weights]
-
-    @property
-    @override
-    def output_sizes(self) -> list[int]:
-        return [weight.shard.local[1] for weight in self.weights]
-
-    @property
-    @override
-    def shape(self) -> tuple[int, int]:
-        return sum(self.output_sizes), self.weights[0].shard.local[0]
+        self.output_sizes = [weight.shard.local[1] for weight in weights]
+        self.shape = sum(self.output_sizes), weights[0].shard.local[0]
 
     @property
     @override
