@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,8 @@ class Layer(nn.Module):
     """
 
     kind: LayerKind
-    is_block: ClassVar[bool] = False
-    keeps_gathered: ClassVar[bool] = False
+    is_block: bool = False
+    keeps_gathered: bool = False
     core: AttentionSize | None = None
     auxiliary_loss_names: tuple[str, ...] = ()
 

@@ -51,7 +51,7 @@ class ModuleArchitecture(Architecture):
         plan: Tensor-parallel plan of the deck, as JSON.
         gather_logits: True if a user's own loss needs the logits of the whole vocabulary.
         micro_size: Samples of a micro-batch.
-        cut: True if a pipeline divides the module between blocks.
+        has_stages: True if a pipeline divides the module between blocks.
         initial: Function that changes the initial values; None if there is none.
         loaded: True if all parameters of a run are read from files, so that no rank builds the whole module.
     """
@@ -69,7 +69,7 @@ class ModuleArchitecture(Architecture):
     plan: str = "null"
     gather_logits: bool = False
     micro_size: int = 1
-    cut: bool = False
+    has_stages: bool = False
     initial: NamedCode | None = None
     loaded: bool = False
 
@@ -100,7 +100,7 @@ class ModuleArchitecture(Architecture):
             plan=json.dumps(keys.plan),
             gather_logits=keys.loss is not None,
             micro_size=deck.batch.micro_size,
-            cut=deck.layout.pipeline > 1,
+            has_stages=deck.layout.pipeline > 1,
             initial=None if keys.initial is None else deck.code(keys.initial),
             loaded=is_causal_model and keys.source is not None,
         )

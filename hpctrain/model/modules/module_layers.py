@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 
 class ModuleLayer(Layer):
-    """A layer of a user's module: parameters that are gathered together.
+    """A layer of a user's module: the parameters of a block, or some that belong to no block or to several.
+
+    The latter are used before, between and after blocks, and so stay gathered until the end of a step.
 
     Args:
         kind: Kind of the layer.
+        is_block: True for a block.
         parameters: Its parameters.
         modules: Modules that it computes.
         replaced: Layers that compute in place of linear layers, by the linear layer.
@@ -47,6 +50,7 @@ class ModuleLayer(Layer):
     def __init__(
         self,
         kind: str,
+        is_block: bool,
         parameters: Sequence[Parameter],
         modules: Sequence[nn.Module],
         replaced: Mapping[nn.Module, SplitLinear],
@@ -54,6 +58,7 @@ class ModuleLayer(Layer):
         borrowed: Sequence[Parameter] = (),
     ) -> None:
         super().__init__()
+        self.is_block, self.keeps_gathered = is_block, not is_block
         self.borrowed, self.sequence = tuple(borrowed), sequence
         self.kind, self._matrices = LayerKind(kind), matrices_in(modules)
         layers = (each if isinstance(each, SplitLinear) else replaced.get(each) for each in modules)
@@ -97,18 +102,6 @@ class ModuleLayer(Layer):
     @override
     def matrices(self) -> list[MatrixSize]:
         return self._matrices
-
-
-class OuterLayer(ModuleLayer):
-    """Parameters that belong to no block, or to several. They are used before, between and after blocks."""
-
-    keeps_gathered = True
-
-
-class BlockLayer(ModuleLayer):
-    """Parameters of one block."""
-
-    is_block = True
 
 
 def matrices_in(modules: Sequence[nn.Module]) -> list[MatrixSize]:

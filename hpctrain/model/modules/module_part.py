@@ -130,7 +130,7 @@ class ModulePart(nn.Module):
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts; without a pipeline nothing is sent."""
-        if not self.architecture.cut:
+        if not self.architecture.has_stages:
             return self.architecture.sequence, micro_size, 1
         message = StageMessage.of(find_call_order(replace(self.architecture, micro_size=micro_size)))
         return message.elements, 1, 1
@@ -138,7 +138,7 @@ class ModulePart(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the tensors that are sent between parts."""
-        if not self.architecture.cut:
+        if not self.architecture.has_stages:
             return next(iter(self.names)).dtype
         return StageMessage.of(find_call_order(self.architecture)).dtype
 

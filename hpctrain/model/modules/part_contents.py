@@ -6,7 +6,7 @@ A module's own parameters are replaced by hpctrain's `Parameter`s in place, unde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from hpctrain.model.modules.module_architecture import ModuleArchitecture, find_blocks
 from hpctrain.model.modules.module_buffers import ModuleBuffers
-from hpctrain.model.modules.module_layers import BlockLayer, ModuleLayer, OuterLayer
+from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.modules.pipeline.call_order import find_call_order, watched_modules
 from hpctrain.model.modules.pipeline.stage_forward import ModuleForward, StageForward
 from hpctrain.model.modules.pipeline.stage_split import StageMessage, StageSlice
@@ -74,12 +74,13 @@ def contents_of_part(
         shared_parameters: Parameters of another part on this rank, by name. Those that this part also uses
             are taken from there.
     """
-    stage = StageSlice(find_call_order(architecture), span) if architecture.cut else None
+    stage = StageSlice(find_call_order(architecture), span) if architecture.has_stages else None
     placeholder = layer_context.data.empty((), architecture.storage).zero_()
-    replace_parameter = _ParameterReplacement(
-        stage, partial_gradients, {*linear_parameters(module)}, shared_parameters, placeholder
+    layer_gradients = {*linear_parameters(module)}
+    replaced = _ParameterReplacement(
+        stage, partial_gradients, layer_gradients, shared_parameters, placeholder
     )
-    names = _replace_parameters(module, replace_parameter)
+    names = replaced.replace_all(module)
     linear_layers = replace_linear_layers(module, layer_context)
     all_blocks = find_blocks(module, architecture.pattern)
     numbered = enumerate(all_blocks.items())
@@ -92,13 +93,13 @@ def contents_of_part(
     elsewhere = {*outer.parameters_before, *outer.parameters_after, *borrowed}
     kinds, further = block_kinds(all_blocks), (linear_layers, architecture.sequence)
     block_layers = (
-        BlockLayer(kinds[name], _parameters_except(block, elsewhere), [*block.modules()], *further)
+        ModuleLayer(kinds[name], True, _parameters_except(block, elsewhere), [*block.modules()], *further)
         for name, block in blocks.items()
     )
     layers = (
-        OuterLayer("outside", outer.parameters_before, outer.modules_before, *further),
+        ModuleLayer("outside", False, outer.parameters_before, outer.modules_before, *further),
         *block_layers,
-        OuterLayer("result", outer.parameters_after, outer.modules_after, *further, borrowed),
+        ModuleLayer("result", False, outer.parameters_after, outer.modules_after, *further, borrowed),
     )
     rule = architecture.buffers, architecture.storage
     if stage is None:
@@ -174,7 +175,7 @@ def _outer_of_stage(
 
 @dataclass(frozen=True)
 class _ParameterReplacement:
-    """Function from a module's parameters to those that replace them in a part.
+    """Replacement of a module's parameters by those of a part.
 
     Attributes:
         stage: The stage; None if the part is the whole module.
@@ -190,7 +191,22 @@ class _ParameterReplacement:
     shared_parameters: Mapping[str, Parameter]
     placeholder: torch.Tensor
 
-    def __call__(self, name: str, original: nn.Parameter) -> nn.Parameter:
+    def replace_all(self, module: nn.Module) -> Names:
+        """Replace all parameters of a module and return the names of those that are now a Parameter."""
+        ours: dict[nn.Parameter, nn.Parameter] = {}
+        names: Names = {}
+        for own_name, original in list(module.named_parameters(remove_duplicate=False)):
+            name = original.shard.name if isinstance(original, Parameter) else own_name
+            if original not in ours:
+                ours[original] = self._of_stage(name, original)
+            own = ours[original]
+            if isinstance(own, Parameter):
+                names.setdefault(own, []).append(name)
+            parent, _, attribute = own_name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, own)
+        return names
+
+    def _of_stage(self, name: str, original: nn.Parameter) -> nn.Parameter:
         """Return the Parameter that replaces one of a module, or zeros if the stage does not use it."""
         if self.stage is None:
             return self._replace(name, original)
@@ -221,27 +237,6 @@ class _ParameterReplacement:
             for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
                 own.register_post_accumulate_grad_hook(hook)
         return own
-
-
-def _replace_parameters(
-    module: nn.Module, replace_parameter: Callable[[str, nn.Parameter], nn.Parameter]
-) -> Names:
-    """Replace all parameters of a module and return the names of those that are now a Parameter.
-
-    `replace_parameter` returns the replacement from the first name and the original parameter.
-    """
-    ours: dict[nn.Parameter, nn.Parameter] = {}
-    names: Names = {}
-    for own_name, original in list(module.named_parameters(remove_duplicate=False)):
-        name = original.shard.name if isinstance(original, Parameter) else own_name
-        if original not in ours:
-            ours[original] = replace_parameter(name, original)
-        own = ours[original]
-        if isinstance(own, Parameter):
-            names.setdefault(own, []).append(name)
-        parent, _, attribute = own_name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, own)
-    return names
 
 
 def _modules_outside(module: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:

@@ -91,8 +91,8 @@ def count_losses(matrix: Tensor, quantized: QuantizedTensor) -> Tensor:
     for first in range(0, len(matrix), count):  # so that temporary tensors are small
         rows = slice(first, first + count)
         row = 0 if blocks.rows is None else first // blocks.rows
-        cut = blocks.to_blocks(matrix[rows])
-        beyond = beyond + (cut.abs() > most[row : row + len(cut), None, :, None]).sum()
+        parts = blocks.to_blocks(matrix[rows])
+        beyond = beyond + (parts.abs() > most[row : row + len(parts), None, :, None]).sum()
         gone = gone + matrix[rows].count_nonzero() - bits[rows].bitwise_and(0x7F).count_nonzero()
     return torch.stack((beyond, gone, torch.full_like(beyond, matrix.numel())))
 

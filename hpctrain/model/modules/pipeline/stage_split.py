@@ -113,7 +113,7 @@ def require_call_order(deck: Deck, architecture: ModuleArchitecture) -> None:
     Raises:
         HpctrainError: A block is not called once and in order, or the module does not run on "meta".
     """
-    if not architecture.cut:
+    if not architecture.has_stages:
         return
     try:
         find_call_order(architecture)
@@ -129,7 +129,7 @@ def module_split_problems(architecture: ModuleArchitecture, split: Sequence[int]
         architecture: Architecture of the module.
         split: Number of blocks of each stage.
     """
-    return order_problems(find_call_order(architecture), split) if architecture.cut else ()
+    return order_problems(find_call_order(architecture), split) if architecture.has_stages else ()
 
 
 def order_problems(order: CallOrder, split: Sequence[int]) -> Iterator[str]:
