@@ -44,8 +44,8 @@ def build_within_memory(
     with world.agreement():
         # What building a module loads, and running it, counts as a library.
         model_flops(architecture_of(deck, deck.model.vocabulary or 0))
-    libraries = library_bytes() if on_host(world.device) else 0
     deck = choose_kernels(with_split(deck, deck.runtime_choices.split), world, mesh)
+    libraries = library_bytes() if on_host(world.device) else 0
     spec = make_engine_spec(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     assert deck.model.vocabulary is not None

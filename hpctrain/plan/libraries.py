@@ -5,20 +5,25 @@ from __future__ import annotations
 from importlib import import_module
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from hpctrain.host.memory import resident_bytes
+from hpctrain.host.memory import release_freed_memory, resident_bytes
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.optimizer import ElementBatch
+from hpctrain.parallel.kernels.matmul_kernels import ONEDNN
 from hpctrain.parallel.shards import UpdateSettings
 from hpctrain.sharding.state import MASTER
 
 
 def library_bytes() -> int:
-    """Resident bytes of this process once it has loaded and used what a run uses; 0 if that is not to be had.
+    """Return the resident bytes of this process after it has loaded and used what a run uses. Local.
 
-    Call it before anything large is made. Takes about a second.
+    Call it before anything large exists, and after kernels have been measured, since oneDNN keeps what it has
+    prepared for a measurement. Memory that is free is returned to the system first. Takes about a second.
+
+    Returns:
+        The bytes; 0 if the system does not tell.
     """
     for module in ("hpctrain.checkpoint.write", "hpctrain.data.tokens"):
         import_module(module)
@@ -36,4 +41,24 @@ def library_bytes() -> int:
     AdamW((0.9, 0.95), 1e-8, 0.0).update(
         [ElementBatch(state, weight.grad, torch.zeros(()), UpdateSettings())], 0.0, 1.0
     )
+    _use_what_steps_use(rows, weight.detach())
+    release_freed_memory()
     return resident_bytes()
+
+
+def _use_what_steps_use(rows: Tensor, weight: Tensor) -> None:
+    """Compute once what steps of models compute in other functions of torch, and by oneDNN.
+
+    The system loads the code of a function when it is first used: 8 MB for these.
+
+    Args:
+        rows: Any fp32 matrix [r, k].
+        weight: Any fp32 matrix [n, k].
+    """
+    rows = rows.detach()
+    if ONEDNN.multiplies(torch.float32):
+        ONEDNN.forward(rows, weight)
+    halves = functional.linear(rows.bfloat16(), weight.bfloat16())
+    chosen = halves.float().topk(2).indices
+    torch.bincount(chosen.flatten().sort().values)
+    torch.isfinite(torch.linalg.vector_norm(rows.double().cos() + rows.sin().exp())).all()
