@@ -15,6 +15,7 @@ from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.layer_bytes import byte_functions
+from hpctrain.costs.layer_bytes.activation_sizes import total
 from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.costs.layer_bytes.prepared_products import prepared_bytes
 from hpctrain.costs.memory_account import MemoryAccount
@@ -229,6 +230,7 @@ def plan_memory(
         # Hidden states and their gradients on their way between stages.
         buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes
         kept = 0
+        activation = activation_peak(deck, parts, schedule.stages[number]) if unknown is None else 0
         other = libraries + matmul_workspace_bytes(device) + _workspace(deck, parts)
         halves = parts[0].sizes.itemsize < torch.float32.itemsize and deck.communication.half_sums == "fp32"
         if on_host(device) or halves:
@@ -236,9 +238,8 @@ def plan_memory(
             summed = parts[0].sizes.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].sizes.itemsize
             buffer += stage.layer_context.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
         if on_host(device):
-            placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
-            other += max(byte_functions.allocator_gaps(*each) for each in placed)
-            layers = (layer for layer, _ in placed)
+            other += _allocator_gaps(parts, activation)
+            layers = (layer for part in parts for layer in part.part.layers)
             other += prepared_bytes(layers, parts[0].sizes, deck.machine.prepared_product)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
@@ -246,7 +247,7 @@ def plan_memory(
             states,
             parameter=states.parameter
             + planned_converted_bytes(layer for part in parts for layer in part.part.layers),
-            activation=activation_peak(deck, parts, schedule.stages[number]) if unknown is None else 0,
+            activation=activation,
             buffer=states.buffer + buffer,
             other=other + kept,
         )
@@ -364,6 +365,28 @@ def mirror_bytes(deck: Deck, stage: TrainedStage) -> int:
     if not deck.checkpoint.mirror:
         return 0
     return COPIES * sum(t.values.nbytes // t.holder_position[1] for t in stage.state() if t.writes_checkpoint)
+
+
+def _allocator_gaps(parts: Sequence[PartBytes], activation: int) -> int:
+    """Return the freed memory that a CPU's C library keeps between tensors, in bytes.
+
+    Part of it is free while the largest layer computes. The rest lies between the saved tensors of layers.
+
+    Args:
+        parts: Parts of a pipeline stage.
+        activation: Bytes that the stage saves for its backward passes, at their peak.
+    """
+    placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
+    largest = max(byte_functions.allocator_gaps(*each) for each in placed)
+    between = [byte_functions.kept_gaps(*each) for each in placed]
+    if not any(between):
+        return largest
+    saved = (
+        total(byte_functions.saved_storages(*each))
+        for each, gaps in zip(placed, between, strict=True)
+        if gaps
+    )
+    return largest + activation * sum(between) // sum(saved)
 
 
 def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:

@@ -10,6 +10,7 @@ from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_inpu
 from hpctrain.model.attention.query_key_norm import QueryKeyNorm
 from hpctrain.model.attention.self_attention import Attention
 from hpctrain.model.norm import Norm
+from hpctrain.parallel.kernels.attention_tiles import CAPPED_MATRICES, CAPPED_TILE
 from hpctrain.parallel.kernels.functions.function_library import workspace_floats
 
 
@@ -92,14 +93,20 @@ def _saved_by_core(attention: Attention, sizes: ActivationSizes) -> list[SavedSt
 
 @workspace_bytes.register
 def _attention_workspace(attention: Attention, sizes: ActivationSizes) -> int:
-    """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores.
+    """Return the temporary bytes of the backward pass of a compiled core, or of torch's with a soft cap.
 
-    They are the gradients of the output and of the projections, and the kernel's workspace.
+    Those of a compiled core are the gradients of the output and of the projections, and the kernel's
+    workspace. torch has matrices of a tile's scores and their gradients, and sums of gradients in fp32. Other
+    cores have too little to count.
     """
-    if not attention.has_compiled_core:
-        return 0
     queries, keys, _ = attention.inner.split_sizes
-    floats = workspace_floats(sizes.tokens // sizes.micro_size, attention.head_size)
+    length = sizes.tokens // sizes.micro_size
+    if not attention.has_compiled_core:
+        side = min(length, CAPPED_TILE)
+        scores = sizes.micro_size * queries // attention.head_size * side * side
+        gradients = sizes.features(queries + 2 * keys, 4).bytes
+        return 4 * CAPPED_MATRICES * scores + gradients if attention.rule.cap else 0
+    floats = workspace_floats(length, attention.head_size)
     return sizes.features(2 * queries + 2 * keys).bytes + 4 * floats
 
 

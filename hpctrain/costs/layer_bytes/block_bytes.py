@@ -10,6 +10,7 @@ from hpctrain.costs.layer_bytes.byte_functions import (
     core_recompute_bytes,
     deferred_bytes,
     exchanged_bytes,
+    kept_gaps,
     saved_storages,
     shared_bytes,
     unsaved_inputs,
@@ -27,15 +28,31 @@ from hpctrain.model.part import Layer
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 
-_GAPS, _TORCH_GAPS = 2.4, 3.5
-"""Freed memory between used blocks that the C library keeps, in units of the activations of one block.
+_GAPS = 1.4
+"""Freed memory that the C library keeps while it computes a block, in units of the block's activations.
 
 Storages above `LARGEST_KEPT` do not count: the C library returns them to the system.
+"""
 
-Measured with glibc 2.36 on models of 2M to 124M parameters: the difference to the peak of a process with
-MALLOC_MMAP_THRESHOLD_, which leaves no gaps and costs half of the speed. gpt2: 0.3 to 3.9 blocks. llama, with
-rotary positions: 2.6 blocks after five steps and 3.8 after 250 by torch's functions, because its norms,
-rotation and gate free temporary tensors between saved ones. Compiled functions have no such tensors.
+_DENSE_SHARE, _TORCH_SHARE, _CONVERTED_SHARE, _PREPARED_SHARE = 0.07, 0.17, 0.35, 0.6
+"""Freed memory between the tensors that a block saves, in units of its activations.
+
+A tensor that is freed between two that are saved leaves a gap in every block. In part of it a smaller tensor
+is saved, so that the next block takes new memory. Sequential dense blocks free fewest such tensors. Parallel
+blocks, mixtures, latent attention and norms without a kernel free more, and yet more if torch converts 16-bit
+tensors to fp32 for its norms. Most gaps are in mixtures in 16 bits: there oneDNN's products for new numbers
+of rows lie between the tensors of blocks. Without compiled functions, the shares of other than sequential
+dense blocks are about twice as large.
+
+Measured with glibc 2.36 on models of 8M to 100M parameters with 6 to 20 blocks: the difference between the
+heap and the bytes that were allocated at their peak. In units of the activations of one block, with compiled
+functions:
+
+    kind of block         6 blocks    10 blocks   16 to 20 blocks
+    sequential dense      1.0 to 2.1  1.4 to 2.1  2.7
+    torch's functions     1.6 to 2.8  2.4 to 3.3
+    converted for norms   3.1         4.2 to 5.2
+    experts in 16 bits    3.3 to 5.9  6.1 to 9.2  9.4
 """
 
 
@@ -150,27 +167,51 @@ def _exchanged_by_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 @allocator_gaps.register
 def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    kept = [storage for storage in saved_storages(block, sizes) if storage.bytes <= LARGEST_KEPT]
-    return int((_TORCH_GAPS if block.uses_rotary and not _is_compiled(block) else _GAPS) * total(kept))
+    return int(_GAPS * _kept_by_library(block, sizes))
 
 
-def _is_compiled(block: TransformerBlock) -> bool:
-    """Return True if compiled functions compute all of a sequential block but matrix products and sums.
+@kept_gaps.register
+def _kept_gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
+    return int(_share_of_gaps(block, sizes) * _kept_by_library(block, sizes))
 
-    Return False for parallel blocks: their gaps were not measured, so plans assume the larger ones.
-    """
-    attention, expanding = block.attention, block.feed_forward
-    if block.parallel or not isinstance(attention, Attention) or not isinstance(expanding, FeedForward):
-        return False
+
+def _kept_by_library(block: TransformerBlock, sizes: ActivationSizes) -> int:
+    """Return the bytes that a block saves in tensors that the C library keeps when they are freed."""
+    return total(each for each in saved_storages(block, sizes) if each.bytes <= LARGEST_KEPT)
+
+
+def _share_of_gaps(block: TransformerBlock, sizes: ActivationSizes) -> float:
+    """Return the freed memory between the tensors that a block saves, in units of its activations."""
+    attention, halves, norms = block.attention, sizes.itemsize < 4, _norms(block)
+    if halves and isinstance(block.feed_forward, Mixture):
+        share = _PREPARED_SHARE
+    elif halves and not all(norm.has_fast_function for norm in norms):
+        share = _CONVERTED_SHARE
+    elif _is_sequential_dense(block):
+        return _DENSE_SHARE
+    else:
+        share = _TORCH_SHARE
+    return share if attention.layer_context.functions.compiled else 2 * share
+
+
+def _norms(block: TransformerBlock) -> list[Norm]:
+    """Return the norms of a block, without those of queries and keys."""
     norms = (
         block.attention_norm,
         block.attention_output_norm,
         block.feed_forward_norm,
         block.feed_forward_output_norm,
     )
-    compiles = attention.has_compiled_core and expanding.functions.compiles(expanding.activation)
-    compiles &= attention.norm is None or not (attention.norm.joint or attention.norm.centered)
-    return compiles and all(norm is None or norm.has_fast_function for norm in norms)
+    return [norm for norm in norms if norm is not None]
+
+
+def _is_sequential_dense(block: TransformerBlock) -> bool:
+    """Return True for a sequential block with plain attention, one feed-forward layer and fast norms."""
+    attention = block.attention
+    if block.parallel or not isinstance(attention, Attention) or isinstance(block.feed_forward, Mixture):
+        return False
+    fast = attention.norm is None or not (attention.norm.joint or attention.norm.centered)
+    return fast and all(norm.has_fast_function for norm in _norms(block))
 
 
 @shared_bytes.register

@@ -73,7 +73,13 @@ def exchanged_bytes(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG00
 
 @singledispatch
 def allocator_gaps(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
-    """Return the bytes of freed memory that the C library keeps between tensors, by the largest layer."""
+    """Return the bytes of freed memory that the C library keeps free while it computes the largest layer."""
+    return 0
+
+
+@singledispatch
+def kept_gaps(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
+    """Return the bytes of freed memory that the C library keeps between the saved tensors of a layer."""
     return 0
 
 

@@ -19,12 +19,6 @@ from hpctrain.parallel.matmul import Matmul
 _MOST_PRODUCTS = 1024
 """Number of products that oneDNN keeps by default."""
 
-_GAPS = 1.45
-"""Bytes that products of experts take, with gaps between tensors, in units of their own.
-
-Experts get new numbers of rows for many steps, so what is compiled for them lies between tensors of steps.
-"""
-
 _PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 
@@ -41,7 +35,7 @@ def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes, product_byte
     products = {each for layer in layers for each in _prepared_products(layer, sizes)}
     of_experts = sum(1 for *_, row_count in products if row_count)
     others = len(products) - of_experts
-    return product_bytes * (others + int(_GAPS * min(of_experts, _MOST_PRODUCTS)))
+    return product_bytes * (others + min(of_experts, _MOST_PRODUCTS))
 
 
 def _prepared_products(layer: Layer, sizes: ActivationSizes) -> Iterator[tuple[Pass, int, int, int]]:

@@ -31,8 +31,11 @@ from hpctrain.parallel.kernels.attention_block import attend, attend_backward, m
 Mask = Literal["none", "causal", "reversed"]
 """Keys that query number i of a tile sees: all, those up to number i, or those from number i on."""
 
-_CAPPED_TILE = 512
+CAPPED_TILE = 512
 """Largest tile with a soft cap; its score matrix is materialized."""
+
+CAPPED_MATRICES = 6
+"""Matrices in fp32, as large as the scores of a tile, that its backward pass has at once with a soft cap."""
 
 _CPU_TILE_ROWS = 128
 """Largest number of queries of a tile with a window in fp32 on CPUs, whose kernels compute masked parts, too.
@@ -138,7 +141,7 @@ class AttentionRule:
             keys: Number of consecutive keys.
             distance: Position of the first query minus that of the first key.
         """
-        columns = _CAPPED_TILE if self.cap else 0
+        columns = CAPPED_TILE if self.cap else 0
         by_rows = self.window and not self.cap and query.is_cpu and query.element_size() > 2
         rows = _CPU_TILE_ROWS if by_rows else columns
         return band_tiles(queries, keys, distance, self.window, rows, columns)
