@@ -166,6 +166,28 @@ def test_shared_memory_counts_by_its_share_and_code_does_not_count(tmp_path: Pat
     assert host_memory.peak_proportional_bytes() > peak + 2 * size
 
 
+_RELEASED = """
+import torch
+from hpctrain.host.device import prepare_device
+from hpctrain.host.memory import release_freed_memory, resident_bytes
+prepare_device(torch.device("cpu"))
+tensors = [torch.ones(1 << 18) for _ in range(64)]
+stays = torch.ones(1 << 10)
+before = resident_bytes()
+del tensors
+kept = resident_bytes()
+release_freed_memory()
+print(before - kept, before - resident_bytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_freed_memory_is_released_between_blocks_that_stay() -> None:
+    done = subprocess.run([sys.executable, "-c", _RELEASED], capture_output=True, text=True, check=True)
+    kept, released = map(int, done.stdout.split())
+    assert kept < 1 << 20 < 60 << 20 < released  # of 64 MB, below a block that stays
+
+
 _FAULTS = """
 import resource, torch
 from hpctrain.host.device import prepare_device

@@ -66,6 +66,24 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_built(
     assert world.planned_bytes == plan.stages[0].memory.total
 
 
+@pytest.mark.mpi(max_size=1)
+def test_libraries_count_with_what_a_choice_of_kernels_leaves(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def recorded(name: str) -> None:
+        function = getattr(plan_engine, name)
+        monkeypatch.setattr(plan_engine, name, lambda *given: calls.append(name) or function(*given))
+
+    recorded("choose_kernels")
+    recorded("library_bytes")
+    deck = small_deck()
+    engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
+    engine.close()
+    assert calls == ["choose_kernels", "library_bytes"]
+
+
 @pytest.mark.mpi(max_size=2)
 def test_advice_names_what_helps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
