@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
@@ -13,6 +14,8 @@ from hpctrain.checkpoint.snapshots import copies_held
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
+from hpctrain.comm.transports.progress_counters import COPY_ROUND_BYTES, STAGED_ROUNDS
+from hpctrain.comm.transports.shared import SHARED_BYTES
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.layer_bytes import byte_functions
 from hpctrain.costs.layer_bytes.activation_sizes import total
@@ -236,7 +239,10 @@ def plan_memory(
         if on_host(device) or halves:
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].sizes.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].sizes.itemsize
-            buffer += stage.layer_context.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
+            host = stage.layer_context.tensor.host
+            buffer += host.scratch_bytes(*summed, deck.layout.sequence_parallel)
+            if host.sharers > 1 and prod(summed) >= SHARED_BYTES:
+                other += STAGED_ROUNDS * COPY_ROUND_BYTES
         if on_host(device):
             other += _allocator_gaps(parts, activation)
             layers = (layer for part in parts for layer in part.part.layers)
@@ -378,7 +384,7 @@ def _allocator_gaps(parts: Sequence[PartBytes], activation: int) -> int:
     """
     placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
     largest = max(byte_functions.allocator_gaps(*each) for each in placed)
-    between = [byte_functions.kept_gaps(*each) for each in placed]
+    between = [byte_functions.gaps_between_tensors(*each) for each in placed]
     if not any(between):
         return largest
     saved = (

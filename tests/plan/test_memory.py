@@ -226,6 +226,17 @@ def test_saved_tensors_have_gaps_between_them() -> None:
         )
 
 
+@pytest.mark.parametrize(("hidden", "staged"), [(64, 2 * (4 << 20)), (16, 0)])
+def test_tensor_ranks_of_a_node_copy_sums_through_shared_memory(hidden: int, staged: int) -> None:
+    """Two rounds of 4 MB, where a sum of 2,048 tokens has at least 256 KB."""
+    keys = (*LLAMA, "layout.tensor=2", f"model.hidden={hidden}", "batch.sequence=512", "batch.micro_size=4")
+    together, apart = (
+        plan_memory(small_deck(*keys), 2, VOCABULARY, ranks_per_node=count).stages[0].memory
+        for count in (2, 1)
+    )
+    assert together.other - apart.other == staged
+
+
 ONE_BUCKET = ("communication.bucket_bytes=10 MB",)
 HALF = ("precision.compute=bf16", "precision.gradients=compute")
 WIDE = ("precision.compute=bf16", "model.hidden=64", "batch.micro_size=8")

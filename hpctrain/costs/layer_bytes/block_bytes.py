@@ -10,7 +10,7 @@ from hpctrain.costs.layer_bytes.byte_functions import (
     core_recompute_bytes,
     deferred_bytes,
     exchanged_bytes,
-    kept_gaps,
+    gaps_between_tensors,
     saved_storages,
     shared_bytes,
     unsaved_inputs,
@@ -167,15 +167,15 @@ def _exchanged_by_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 @allocator_gaps.register
 def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    return int(_GAPS * _kept_by_library(block, sizes))
+    return int(_GAPS * _heap_bytes(block, sizes))
 
 
-@kept_gaps.register
-def _kept_gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    return int(_share_of_gaps(block, sizes) * _kept_by_library(block, sizes))
+@gaps_between_tensors.register
+def _gaps_between_tensors_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
+    return int(_share_of_gaps(block, sizes) * _heap_bytes(block, sizes))
 
 
-def _kept_by_library(block: TransformerBlock, sizes: ActivationSizes) -> int:
+def _heap_bytes(block: TransformerBlock, sizes: ActivationSizes) -> int:
     """Return the bytes that a block saves in tensors that the C library keeps when they are freed."""
     return total(each for each in saved_storages(block, sizes) if each.bytes <= LARGEST_KEPT)
 

@@ -78,7 +78,7 @@ def allocator_gaps(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
 
 
 @singledispatch
-def kept_gaps(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
+def gaps_between_tensors(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
     """Return the bytes of freed memory that the C library keeps between the saved tensors of a layer."""
     return 0
 

@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from hpctrain.costs.layer_bytes.activation_sizes import total
 from hpctrain.costs.layer_bytes.byte_functions import (
     allocator_gaps,
-    kept_gaps,
+    gaps_between_tensors,
     saved_storages,
     workspace_bytes,
 )
@@ -54,7 +54,7 @@ def test_gaps_depend_on_what_a_block_frees_between_saved_tensors(
     part = planned_part(world, *keys)
     saved = total(saved_storages(part.blocks[0], part.sizes))
     assert allocator_gaps(part.blocks[0], part.sizes) == int(1.4 * saved)
-    assert kept_gaps(part.blocks[0], part.sizes) == int(share * saved)
+    assert gaps_between_tensors(part.blocks[0], part.sizes) == int(share * saved)
 
 
 def test_torch_has_matrices_of_capped_scores(world: World) -> None:
@@ -80,5 +80,5 @@ def test_large_tensors_leave_no_gaps(world: World) -> None:
     largest = [each.bytes for each in storages if each.bytes > LARGEST_KEPT]
     assert len(largest) == 3  # those of queries, keys and values, and of the feed-forward part
     assert allocator_gaps(block, sizes) == int(1.4 * (total(storages) - sum(largest)))
-    for gaps in (allocator_gaps, kept_gaps):
+    for gaps in (allocator_gaps, gaps_between_tensors):
         assert gaps(block, replace(sizes, tokens=64 * tokens, rows=64 * tokens)) == 0
