@@ -195,6 +195,7 @@ class ModelType:
         prefix: Beginning of the names of all layers but the output layer.
         buffers: Regular expression of names of tensors that follow from the sizes.
         grouped: True if query heads may share keys and values, and heads may have any width.
+        has_head_size: False if heads have the width / heads, although query heads may share keys and values.
         heads_divide_hidden: True if `transformers` refuses a number of heads that does not divide the width.
         has_rotary_fraction: True if a config.json has the share of rotated features, although the default of
             the family is all. If that default is less, a config.json always has it.
@@ -248,6 +249,7 @@ class ModelType:
     prefix: str = "model."
     buffers: str = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     grouped: bool = True
+    has_head_size: bool = True
     heads_divide_hidden: bool = False
     has_rotary_fraction: bool = False
     interleaved: bool = False

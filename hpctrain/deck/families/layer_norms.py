@@ -57,6 +57,7 @@ _STABLELM = ModelType(
         ),
     ),
     attention_biases=("none", "query_key_value"),
+    has_head_size=False,
     has_rotary_fraction=True,
     head_norms=tuple(f"model.layers.{{}}.self_attn.{kind}_layernorm.norms.{{}}" for kind in "qk"),
     reward_architecture="StableLmForSequenceClassification",

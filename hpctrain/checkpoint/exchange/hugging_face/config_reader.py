@@ -451,12 +451,13 @@ class _ConfigReader:
         names = {own: key for own, (key, _) in self.files.config_sizes.items()}
         hidden, heads, shared = sizes["hidden"], sizes["heads"], sizes["key_value_heads"]
         size = sizes.get("head_size")
-        norms_all_heads = self.architecture.constant_fields.get("query_key_norm") == "all"
+        has_norms_of_all = self.architecture.constant_fields.get("query_key_norm") == "all"
+        is_fixed = has_norms_of_all or not self.files.has_head_size
         if size is None and hidden % heads:
             self.problem(names["heads"], heads, f"must divide {names['hidden']} = {hidden}")
         elif heads % shared:
             self.problem("num_key_value_heads", shared, f"must divide {names['heads']} = {heads}")
-        elif norms_all_heads and size not in (None, hidden / heads):
+        elif is_fixed and size not in (None, hidden / heads):
             self.problem("head_dim", size, f"must be {names['hidden']} / {names['heads']}")
         elif self.architecture.rotary and size is not None and size % 2:
             self.problem("head_dim", size, "must be even")

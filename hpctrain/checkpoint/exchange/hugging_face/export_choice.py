@@ -115,7 +115,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         yield "norm_epsilon", f"requires {files.epsilon[1]}"
     if not files.grouped and shape.key_value_heads != shape.heads:
         yield "key_value_heads", f"requires as many key-value heads as query heads ({shape.heads})"
-    if not files.grouped and shape.head_size * shape.heads != shape.hidden:
+    has_head_size = files.grouped and files.has_head_size
+    if not has_head_size and shape.head_size * shape.heads != shape.hidden:
         yield "head_size", "requires hidden / heads"
     if files.heads_divide_hidden and shape.hidden % shape.heads:
         yield "heads", f"requires a number of heads that divides model.hidden = {shape.hidden}"

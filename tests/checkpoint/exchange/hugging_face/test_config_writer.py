@@ -78,8 +78,8 @@ def test_heads_that_do_not_divide_the_width_are_exported_where_transformers_take
     message = "multiple of the number of attention heads"
     with pytest.raises(REFUSED, match=message) if files.heads_divide_hidden else nullcontext():
         getattr(transformers, name).config_class(**deepcopy(small))
-    if ARCHITECTURES[name].constant_fields.get("query_key_norm") == "all":
-        return  # refused on import, since its norms need heads of width / heads
+    if ARCHITECTURES[name].constant_fields.get("query_key_norm") == "all" or not files.has_head_size:
+        return  # refused on import, since it needs heads of width / heads
     shape = shape_of({**small, "architectures": [name]}, "config.json")
     if not files.heads_divide_hidden:
         assert config_of(shape, "float32", {"model_type": files.model_type})["architectures"] == [name]
@@ -142,3 +142,16 @@ def test_scales_of_gemma_are_those_of_whole_numbers(name: str) -> None:
     message = r"attention_scale = 0\.21: .* requires 1 / sqrt\(query_pre_attn_scalar\) of a whole number"
     with pytest.raises(HpctrainError, match=message):
         config_of(replace(shape, attention_scale=0.21), "float32")
+
+
+def test_heads_of_stablelm_have_the_width_that_other_sizes_give() -> None:
+    config = {**deepcopy(SMALL), "architectures": ["StableLmForCausalLM"]}
+    shape = shape_of(config, "config.json")
+    model_config = transformers.StableLmConfig(**{**deepcopy(SMALL), "head_dim": 10, "num_hidden_layers": 1})
+    with torch.device("meta"):
+        model = transformers.StableLmForCausalLM(model_config)
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (24, 24)
+    with pytest.raises(HpctrainError, match="head_dim = 10: must be hidden_size / num_attention_heads"):
+        shape_of({**config, "head_dim": 10}, "config.json")
+    with pytest.raises(HpctrainError, match=r"head_size = 16: .* requires hidden / heads"):
+        config_of(replace(shape, head_size=16), "float32")
