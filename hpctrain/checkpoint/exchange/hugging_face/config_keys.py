@@ -32,7 +32,7 @@ def deck_value(key: ConfigKey, value: float) -> float:
             return value
 
 
-def whole_inverse_square(value: float) -> int | None:
-    """Return the whole number whose inverse root is a value, up to rounding; None if there is none."""
+def integer_inverse_square(value: float) -> int | None:
+    """Return the integer whose inverse root is a value, up to rounding; None if there is none."""
     exact = value**-2
     return round(exact) if abs(exact - round(exact)) < 1e-6 * exact else None

@@ -12,7 +12,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
     SLIDING,
     Config,
     deck_value,
-    whole_inverse_square,
+    integer_inverse_square,
 )
 from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
 from hpctrain.checkpoint.exchange.hugging_face.rope_parameters import local_rope_config, rope_config
@@ -109,7 +109,7 @@ def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
         case "reciprocal":
             return 1 / value
         case "inverse_root":
-            return whole_inverse_square(value)
+            return integer_inverse_square(value)
         case _:
             return value
 

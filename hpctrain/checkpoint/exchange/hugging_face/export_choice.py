@@ -9,7 +9,7 @@ from hpctrain.checkpoint.exchange.hugging_face.architectures import (
     SCORED,
     HuggingFaceArchitecture,
 )
-from hpctrain.checkpoint.exchange.hugging_face.config_keys import NO_CONFIG, Config, whole_inverse_square
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import NO_CONFIG, Config, integer_inverse_square
 from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import has_default_scale, mscale_all_dim_of
 from hpctrain.deck.family import MixtureFiles
 from hpctrain.deck.sections.experts import ExpertsTable
@@ -87,7 +87,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         value, possible = getattr(shape, config_key.deck_key), [chosen for _, chosen in config_key.choices]
         if possible and value not in possible:
             yield config_key.deck_key, f"requires {either(map(toml_value, possible))}"
-        if config_key.form == "inverse_root" and value is not None and whole_inverse_square(value) is None:
+        if config_key.form == "inverse_root" and value is not None and integer_inverse_square(value) is None:
             yield config_key.deck_key, f"requires 1 / sqrt({config_key.name}) of a whole number"
     yield from _shared_key_requirements(architecture, shape)
     if files.windows is not None:
