@@ -71,8 +71,8 @@ def faults() -> list[LayoutFault]:
 
 
 def _double_balance_loss(original: Any, layer: Any, *arguments: Any) -> Tensor:
-    table = layer.table
-    layer.table = table.model_copy(update={"balance_loss": table.balance_loss * 2})
+    settings = layer.settings
+    layer.settings = settings.model_copy(update={"balance_loss": settings.balance_loss * 2})
     weights = original(layer, *arguments)
-    layer.table = table
+    layer.settings = settings
     return weights
