@@ -49,9 +49,7 @@ class Gatherer(ParameterResidency):
         cut = [bucket for bucket in buckets if bucket.sharding.zero == 3]
         self.watch: Watch | None = None
         self._bucket = {s.parameter: bucket for bucket in cut for s in bucket.segments}
-        self._persistent_buckets = {
-            self._bucket[each] for each in persistent_parameters if each in self._bucket
-        }
+        self._persistent_buckets = {self._bucket[p] for p in persistent_parameters if p in self._bucket}
         self._holds: Counter[Bucket] = Counter()
         self._coming: dict[Bucket, Work[Tensor]] = {}
         self._orders: dict[Hashable, list[Bucket]] = {}
