@@ -208,8 +208,8 @@ class ModelType:
         quantization: `quant_method` of quantized weights that are read beside fp8; "" for none.
         longrope_original: Default of `original_max_position_embeddings` beside `rope_parameters`, which
             `transformers` prefers to the value in there with "longrope"; None if the class has no default.
-        rope_kinds: Kinds of scaled rotary positions that `transformers` takes, for heads of width / heads;
-            () for all kinds and heads.
+        rope_kinds: Kinds of scaled rotary positions that `transformers` supports, all with a head size of
+            hidden / heads; () for no restriction on either.
         rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
         constant_fields: Fields of a ModelShape with one value in all its models, beside family defaults.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.

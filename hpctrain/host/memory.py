@@ -97,8 +97,8 @@ def release_freed_memory() -> None:
     """Return the memory that the C library has kept to the system. Local.
 
     What a run frees before it builds its model, such as operands of measured kernels, lies between blocks
-    that stay. The tensors of a step do not fit there, so it would count as used until the process ends. Other
-    C libraries than glibc are left as they are.
+    of memory that remain. The tensors of a step do not fit there, so it would count as used to the end of the
+    process. Nothing happens with another C library than glibc.
     """
     if sys.platform.startswith("linux") and _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)

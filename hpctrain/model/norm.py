@@ -35,8 +35,8 @@ class Norm(nn.Module):
     def has_fast_function(self) -> bool:
         """True if torch or the compiled library has a kernel of the norm; otherwise `normalize` computes it.
 
-        There are kernels for RMSNorm with a weight, for LayerNorm with weight and bias, and in the compiled
-        library for RMSNorm with a weight plus one.
+        Plans ask it, and `forward` chooses by itself. There are kernels for RMSNorm with a weight, for
+        LayerNorm with weight and bias, and in the compiled library for RMSNorm with a weight plus one.
         """
         if self.weight is None or (self.offset and not self.functions.compiled):
             return False

@@ -25,7 +25,7 @@ _WAYS = {
     "stored": "in 8 bits except for weight gradients: {}",
     "none": "emulated in 16 or 32 bits, slower than bf16: {}",
 }
-"""Text for the recipes of each result of `native`."""
+"""Text for the recipes of each result of `native_products`."""
 
 
 def check_kernels(device: torch.device) -> DoctorFinding:

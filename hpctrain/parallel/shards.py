@@ -279,7 +279,7 @@ class Parameter(nn.Parameter):
     def zero_stale_gradient(self) -> None:
         """Fill the buffer with zeros if nothing was added since `reset_gradient`."""
         if self._stale:
-            _ = self.gradient
+            _ = self.gradient  # the property fills a stale buffer with zeros
 
     def reset_gradient(self) -> None:
         """Make the gradient zero. The buffer is zeroed or overwritten at the next addition."""

@@ -41,15 +41,15 @@ def library_bytes() -> int:
     AdamW((0.9, 0.95), 1e-8, 0.0).update(
         [ElementBatch(state, weight.grad, torch.zeros(()), UpdateSettings())], 0.0, 1.0
     )
-    _use_what_steps_use(rows, weight.detach())
+    _load_code_of_steps(rows, weight.detach())
     release_freed_memory()
     return resident_bytes()
 
 
-def _use_what_steps_use(rows: Tensor, weight: Tensor) -> None:
-    """Compute once what steps of models compute in other functions of torch, and by oneDNN.
+def _load_code_of_steps(rows: Tensor, weight: Tensor) -> None:
+    """Load the code of further functions of torch and oneDNN that steps use, 8 MB, by calling them once.
 
-    The system loads the code of a function when it is first used: 8 MB for these.
+    The system loads the code of a function when it is first used.
 
     Args:
         rows: Any fp32 matrix [r, k].

@@ -376,7 +376,8 @@ def mirror_bytes(deck: Deck, stage: TrainedStage) -> int:
 def _allocator_gaps(parts: Sequence[PartBytes], activation: int) -> int:
     """Return the freed memory that a CPU's C library keeps between tensors, in bytes.
 
-    Part of it is free while the largest layer computes. The rest lies between the saved tensors of layers.
+    Part of it is free while the largest layer is computed. The rest lies between the saved tensors of layers.
+    It is planned for each saved byte of the layers that have such gaps, and scaled to the peak.
 
     Args:
         parts: Parts of a pipeline stage.

@@ -79,11 +79,11 @@ class Fp8Folder(TensorFolder):
         if scales is None or len(matrix.shape) < len(self._block):
             return None
         blocks = [-(-n // size) for n, size in zip(matrix.shape, self._blocks(matrix.shape), strict=True)]
-        has_shape = f"has scales of shape {list(scales.shape)}, expected {blocks} for its blocks"
-        return has_shape if list(scales.shape) != blocks else None
+        message = f"has scales of shape {list(scales.shape)}, expected {blocks} for its blocks"
+        return message if list(scales.shape) != blocks else None
 
     def _problem(self, name: str, tensors: Mapping[str, Described]) -> str | None:
-        """Return a message if a matrix or its scales cannot be read for another reason than their shapes."""
+        """Return a message if scales are missing, a matrix has too few dims, or scales have another type."""
         matrix, scales = tensors[name], tensors.get(name + SCALES)
         if scales is None:
             return f"requires {name}{SCALES}, which is not in these files"

@@ -55,14 +55,14 @@ def dequantized(folder: TensorFolder, config: Mapping[str, Any], method: str) ->
         method: `quant_method` that the architecture supports beside fp8; "" for none.
 
     Raises:
-        HpctrainError: Scales are missing or do not fit their weights, weights in 8 bits are not described, or
-            there are none although the config.json describes them.
+        HpctrainError: Scales are missing or do not fit their weights, or only config.json or only the tensors
+            say that weights are in 8 bits.
     """
     table = config.get(_TABLE) or {}
     in_8_bits = [name for name, each in folder.tensors.items() if each.kind.startswith("F8_")]
     if table.get("quant_method") == _FP8 and (size := _block_size(table)) is not None:
         if not in_8_bits and not any(name.endswith(SCALES) for name in folder.tensors):
-            # transformers reads such weights as they are on CPUs, and without their scales on GPUs.
+            # transformers reads such files as plain weights on CPUs; on GPUs it misses their scales.
             raise HpctrainError(
                 f"{folder.path / CONFIG}: {_TABLE}: quant_method = {_FP8!r}: no tensor of these files is in "
                 "8 bits; remove the key if their weights are not quantized"

@@ -29,7 +29,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 
 _GAPS = 1.4
-"""Freed memory that the C library keeps while it computes a block, in units of the block's activations.
+"""Freed memory that the C library keeps while a block is computed, in units of the block's activations.
 
 Storages above `LARGEST_KEPT` do not count: the C library returns them to the system.
 """
@@ -38,11 +38,13 @@ _DENSE_SHARE, _TORCH_SHARE, _CONVERTED_SHARE, _PREPARED_SHARE = 0.07, 0.17, 0.35
 """Freed memory between the tensors that a block saves, in units of its activations.
 
 A tensor that is freed between two that are saved leaves a gap in every block. In part of it a smaller tensor
-is saved, so that the next block takes new memory. Sequential dense blocks free fewest such tensors. Parallel
-blocks, mixtures, latent attention and norms without a kernel free more, and yet more if torch converts 16-bit
-tensors to fp32 for its norms. Most gaps are in mixtures in 16 bits: there oneDNN's products for new numbers
-of rows lie between the tensors of blocks. Without compiled functions, the shares of other than sequential
-dense blocks are about twice as large.
+is saved, so that the next block takes new memory.
+
+`_DENSE_SHARE` is that of sequential dense blocks, which free fewest such tensors. `_TORCH_SHARE` is that of
+parallel blocks, mixtures, latent attention and norms without a kernel. `_CONVERTED_SHARE` is for 16 bits if
+torch converts tensors to fp32 for norms. `_PREPARED_SHARE` is that of mixtures in 16 bits, where what oneDNN
+prepares for new numbers of rows lies between the tensors of blocks. Without compiled functions all shares but
+the first one double.
 
 Measured with glibc 2.36 on models of 8M to 100M parameters with 6 to 20 blocks: the difference between the
 heap and the bytes that were allocated at their peak. In units of the activations of one block, with compiled
@@ -182,10 +184,10 @@ def _heap_bytes(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 def _share_of_gaps(block: TransformerBlock, sizes: ActivationSizes) -> float:
     """Return the freed memory between the tensors that a block saves, in units of its activations."""
-    attention, halves, norms = block.attention, sizes.itemsize < 4, _norms(block)
-    if halves and isinstance(block.feed_forward, Mixture):
+    attention, in_16_bits, norms = block.attention, sizes.itemsize < 4, _norms(block)
+    if in_16_bits and isinstance(block.feed_forward, Mixture):
         share = _PREPARED_SHARE
-    elif halves and not all(norm.has_fast_function for norm in norms):
+    elif in_16_bits and not all(norm.has_fast_function for norm in norms):
         share = _CONVERTED_SHARE
     elif _is_sequential_dense(block):
         return _DENSE_SHARE

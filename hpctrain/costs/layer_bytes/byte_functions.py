@@ -73,7 +73,10 @@ def exchanged_bytes(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG00
 
 @singledispatch
 def allocator_gaps(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
-    """Return the bytes of freed memory that the C library keeps free while it computes the largest layer."""
+    """Return the freed bytes that the C library does not return to the system while a layer is computed.
+
+    A plan takes the maximum over the layers.
+    """
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Mixture of experts in place of a feed-forward layer, of which a few compute each token, and its block.
+"""Mixture of experts in place of a feed-forward layer, and the block with it.
+
+A few of the experts compute each token.
 
 The tokens of a rank are split over the tensor axis before they are routed, with or without sequence
 parallelism. So every rank of a stage sends other tokens to the experts. The experts are on the same ranks,

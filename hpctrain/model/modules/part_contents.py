@@ -77,10 +77,10 @@ def contents_of_part(
     stage = StageSlice(find_call_order(architecture), span) if architecture.has_stages else None
     placeholder = layer_context.data.empty((), architecture.storage).zero_()
     layer_gradients = {*linear_parameters(module)}
-    replaced = _ParameterReplacement(
+    replacement = _ParameterReplacement(
         stage, partial_gradients, layer_gradients, shared_parameters, placeholder
     )
-    names = replaced.replace_all(module)
+    names = replacement.replace_all(module)
     linear_layers = replace_linear_layers(module, layer_context)
     all_blocks = find_blocks(module, architecture.pattern)
     numbered = enumerate(all_blocks.items())
@@ -198,7 +198,7 @@ class _ParameterReplacement:
         for own_name, original in list(module.named_parameters(remove_duplicate=False)):
             name = original.shard.name if isinstance(original, Parameter) else own_name
             if original not in ours:
-                ours[original] = self._of_stage(name, original)
+                ours[original] = self._replacement_of(name, original)
             own = ours[original]
             if isinstance(own, Parameter):
                 names.setdefault(own, []).append(name)
@@ -206,7 +206,7 @@ class _ParameterReplacement:
             setattr(module.get_submodule(parent), attribute, own)
         return names
 
-    def _of_stage(self, name: str, original: nn.Parameter) -> nn.Parameter:
+    def _replacement_of(self, name: str, original: nn.Parameter) -> nn.Parameter:
         """Return the Parameter that replaces one of a module, or zeros if the stage does not use it."""
         if self.stage is None:
             return self._replace(name, original)

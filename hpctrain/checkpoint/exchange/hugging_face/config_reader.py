@@ -272,7 +272,7 @@ class _ConfigReader:
         for problem in reader.problems:
             self.problem(*problem)
         if files.local_rope:
-            self.refuse_exact_bounds(scaling)
+            self.refuse_truncate_false(scaling)
         if scaling is not None and files.rope_kinds and scaling.kind not in files.rope_kinds:
             key = next(key for key in tables if config.get(key))
             message = f"unsupported; expected {either(map(repr, files.rope_kinds))} for {files.model_type}"
@@ -287,10 +287,10 @@ class _ConfigReader:
             )
         return fields_read
 
-    def refuse_exact_bounds(self, scaling: RopeScaling | None) -> None:
-        """Report `truncate` = false, which `transformers` ignores in tables for types of layers.
+    def refuse_truncate_false(self, scaling: RopeScaling | None) -> None:
+        """Report `truncate` = false, which `transformers` does not support with tables for types of layers.
 
-        It reads the key beside these tables instead.
+        `transformers` ignores it inside these tables, and reads it only beside them.
         """
         tables = self.config.get("rope_parameters")
         beside = tables.get("truncate", True) if isinstance(tables, Mapping) else True

@@ -88,7 +88,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         if possible and value not in possible:
             yield config_key.deck_key, f"requires {either(map(toml_value, possible))}"
         if config_key.form == "inverse_root" and value is not None and integer_inverse_square(value) is None:
-            yield config_key.deck_key, f"requires 1 / sqrt({config_key.name}) of a whole number"
+            yield config_key.deck_key, f"requires 1 / sqrt(n) with an integer n, its {config_key.name}"
     yield from _shared_key_requirements(architecture, shape)
     if files.windows is not None:
         sizes = {shape.window(layer) for layer in range(shape.layers)}
@@ -134,7 +134,10 @@ def _shared_key_requirements(
         value = next((hf_value for hf_value, native in key.choices if native == own), own)
         deck_key, expected = first.setdefault(key.name, (key.deck_key, value))
         if value != expected:
-            yield key.deck_key, f"has one key ({key.name}) for it and for model.{deck_key}"
+            yield (
+                key.deck_key,
+                f"requires the value of model.{deck_key}, since both have one key there ({key.name})",
+            )
 
 
 _NO_MIXTURE = MixtureFiles(sizes={})

@@ -76,8 +76,8 @@ class RopeParametersReader:
         default_fraction: Share of the features of a head that are rotated, where the file does not say it;
             None if files of this architecture cannot say it, and all are rotated.
         names: Keys of the base and of this share beside `rope_parameters`.
-        longrope_original: Length before "longrope" where the file does not say it beside `rope_parameters`;
-            None for the length in there.
+        longrope_original: Sequence length before "longrope", for files without
+            `original_max_position_embeddings` beside `rope_parameters`. None for the length in that table.
 
     Attributes:
         problems: What is wrong, in the order in which it was found.

@@ -26,12 +26,14 @@ def yarn_attention_scale(head_size: int, factor: float, mscale_all_dim: float) -
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
-    """Return the factor of rotated queries and keys by keys above 0, as `transformers` computes it."""
+    """Return the factor of rotated queries and keys, as `transformers` computes it from `mscale` and
+    `mscale_all_dim` above 0.
+    """
     return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
 
 
 def default_attention_factor(factor: float) -> float:
-    """Return the factor of rotated queries and keys without keys for it."""
+    """Return the factor of rotated queries and keys of a config.json that says none of its keys."""
     return _yarn_mscale(factor, 1)
 
 

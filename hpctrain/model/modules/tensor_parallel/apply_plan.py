@@ -133,12 +133,12 @@ class ModuleSplit:
             shard = replace(shard, shape=shape, start=start, local=local)
         return replacement(LayerGradientParameter, original, shard)
 
-    def biases(self, old: nn.Module, rows: Partition | None = None) -> list[LayerGradientParameter]:
+    def replace_biases(self, old: nn.Module, rows: Partition | None = None) -> list[LayerGradientParameter]:
         """Create the parameter that replaces a layer's bias on this rank.
 
         Args:
             old: The layer.
-            rows: Elements of the bias that this rank holds; None for all. Then gradients are partial sums
+            rows: Elements of the bias that this rank holds; None for all, whose gradients are partial sums
                 under sequence parallelism.
 
         Returns:

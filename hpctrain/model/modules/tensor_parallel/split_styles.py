@@ -3,16 +3,20 @@
 A style is a class with all that is known about it: its name in `model.plan`, its options, what it may be
 applied to (`problems`), and how it changes the module (`apply`).
 
-| style | what it applies to | on each tensor rank |
-|---|---|---|
-| `Column`, `GatheredColumn` | linear layer | rows of the weight; `GatheredColumn` gathers the outputs |
-| `Row`, `RowOfAllFeatures` | linear layer | columns of the weight; outputs are summed |
-| `Vocabulary` | embedding, or linear layer that computes logits | rows of the table, which both may share |
-| `SplitExperts` | experts of `transformers` | some of the experts; outputs are summed |
-| `PartialGradient`, `SequenceGradient` | parameters that no rank splits | all, with a part of the gradient |
-| `GatheredInput` | submodule with split layers inside | its input is gathered once, its gradient summed |
-| `SlicedSequence`, `GatheredSequence` | submodule | sequences are cut or joined before it |
-| `DividedAttribute` | integer attribute, such as a number of heads | its share of the number |
+| style | in `model.plan` | applies to | on each tensor rank |
+|---|---|---|---|
+| `Column` | column | linear layer | rows of the weight |
+| `GatheredColumn` | gathered column | linear layer | rows of the weight; outputs are gathered |
+| `Row` | row | linear layer | columns of the weight; outputs are summed |
+| `RowOfAllFeatures` | row of whole input | linear layer | as `Row`, for complete inputs |
+| `Vocabulary` | vocabulary | embedding, output layer | rows of the table, which both may share |
+| `SplitExperts` | expert | experts of `transformers` | some of the experts; outputs are summed |
+| `PartialGradient` | partial | unsplit parameters | all, with a part of the gradient |
+| `SequenceGradient` | sequence | unsplit parameters | the same under sequence parallelism alone |
+| `GatheredInput` | gather | submodule with split layers | its input is gathered once, its gradient summed |
+| `SlicedSequence` | cut | submodule | a slice of sequences is taken before it |
+| `GatheredSequence` | join | submodule | slices of sequences are gathered before it |
+| `DividedAttribute` | divided | integer attribute | its share, as of a number of heads |
 """
 
 from __future__ import annotations
@@ -172,7 +176,7 @@ class Column(LinearStyle):
             rows = replace(part, size=linear.outputs, start=start + part.start)
             shard = split_shard(split.parameter_name(old, "weight"), rows, linear.inputs)
             weights.append(split.parameter(old, "weight", shard, linear.transposed))
-            biases += split.biases(old, rows)
+            biases += split.replace_biases(old, rows)
             start += size
         return BatchFirstColumnLinear(split.context_of(name), weights, biases, linear, tensor, self.gathers)
 
@@ -200,7 +204,9 @@ class Row(LinearStyle):
         columns = Partition.split(linear.inputs, layer_context.tensor)
         shard = split_shard(split.parameter_name(old, "weight"), columns, linear.outputs)
         weights = [split.parameter(old, "weight", shard, not linear.transposed)]
-        return BatchFirstRowLinear(layer_context, weights, split.biases(old), linear, self.splits_input)
+        return BatchFirstRowLinear(
+            layer_context, weights, split.replace_biases(old), linear, self.splits_input
+        )
 
 
 class RowOfAllFeatures(Row):
@@ -236,7 +242,7 @@ class Vocabulary(SplitStyle):
             split_embedding(old, table, layer_context)
             return
         shard = table.shard
-        biases = split.biases(old, Partition(shard.shape[0], shard.start[0], shard.local[0]))
+        biases = split.replace_biases(old, Partition(shard.shape[0], shard.start[0], shard.local[0]))
         for bias in biases:
             for parent in split.module.modules():  # a module around the head may have the bias, too
                 parent._parameters |= {n: bias for n, p in parent._parameters.items() if p is old.bias}
