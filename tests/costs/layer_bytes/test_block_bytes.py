@@ -1,4 +1,7 @@
-"""Gaps that the C library keeps between the tensors of a block, beside the saved bytes of other tests."""
+"""Gaps that the C library keeps between the tensors of a block, beside the saved bytes of other tests.
+
+Tests of costs/layer_bytes/byte_functions.py beside costs/layer_bytes/block_bytes.py.
+"""
 
 from __future__ import annotations
 
