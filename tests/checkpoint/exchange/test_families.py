@@ -133,8 +133,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         {
             "num_key_value_heads": None,
-            "hidden_size": 42,
-            "num_attention_heads": 3,
+            "hidden_size": 84,
+            "num_attention_heads": 6,
             "rope_parameters": {
                 "rope_type": "linear",
                 "factor": 3.0,

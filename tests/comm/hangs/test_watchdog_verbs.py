@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -45,7 +46,7 @@ CHECKPOINT = "done/checkpoints/step-00000002.h5"
 RUN = ("run", "deck.toml", "--set", "run.dir=fresh")
 # By id: the function in which rank 1 stops, the activity of the other ranks, and the command.
 PLACES = {
-    "start": ("hpctrain.comm.world:World._set_device", "starting", RUN),
+    "start": ("hpctrain.comm.world:World.use_device", "reading the deck", RUN),
     "tokens": ("hpctrain.data.corpus:open_entries", "opening the training data", RUN),
     "build": ("hpctrain.train.run:build_seat_within_memory", "building the model", RUN),
     "folder": ("hpctrain.train.startup:check_run_folder", "locking the run folder", RUN),
@@ -100,6 +101,11 @@ def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(world.single_rank_world(), folder / "tokens.h5", [str(folder / "text.txt")])
     run_deck(world.single_rank_world(), folder / "deck.toml", [f"run.dir={folder / 'done'}"])
     return folder
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_exists(place: str) -> None:
+    assert callable(resolve_name(PLACES[place][0]))
 
 
 @pytest.mark.sampled(6)
