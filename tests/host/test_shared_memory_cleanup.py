@@ -121,6 +121,9 @@ time.sleep(120)
         maps = "".join(Path(f"/proc/{rank}/maps").read_text() for rank in ranks)
         for process in (job.pid, *ranks):
             os.kill(process, signal.SIGKILL)
+    until = time.monotonic() + 10  # a killed process takes a moment to end, longer on a busy machine
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
     segments = {path for path in FOLDER.glob("vader_segment.*") if str(path) in maps}
     if not segments:
         pytest.skip("this MPI leaves nothing in /dev/shm")
