@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
@@ -184,3 +185,19 @@ class GroupCalls:
         Local.
         """
         self.calls.current = None
+
+    @contextmanager
+    def record(self, call: Call) -> Iterator[None]:
+        """Return a context manager that enters a call at the start of its block and leaves it at the end.
+
+        Local. It is for blocks in which MPI waits for other ranks. MPI uses the processor while it waits, and
+        outside of recorded calls the watchdog takes that for work of this rank.
+
+        Args:
+            call: Collective call that names the block in hang reports.
+        """
+        self.enter(call)
+        try:
+            yield
+        finally:
+            self.leave()

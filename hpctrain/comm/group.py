@@ -170,7 +170,8 @@ class Group:
         Returns:
             The tensor; None on all ranks if there is no such memory.
         """
-        return self._device_transport.common_zeros(length, dtype, self.device)
+        with self.calls.record(Call("common_zeros")):
+            return self._device_transport.common_zeros(length, dtype, self.device)
 
     @property
     def _device_transport(self) -> Transport:

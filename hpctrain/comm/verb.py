@@ -84,7 +84,8 @@ def single_world(device: str = "auto") -> World:
     if MPI.Is_finalized():
         raise HpctrainError(FINALIZED_MESSAGE)
     if not MPI.Is_initialized():
-        start_mpi()
+        with watch_start(default_seconds(os.environ)):
+            start_mpi()
         finalize_at_exit()
     world = World(MPI.COMM_SELF)
     world.use_device(device, setting="device")
@@ -129,9 +130,10 @@ def _run(
         The exit code of all ranks.
     """
     with ExitStack() as stack:
-        world = _start("auto" if device is None else "cpu", stack)
+        world = _connect(stack)
         code, error = 0, None
         try:
+            world.set_up("auto" if device is None else "cpu")
             if device is not None and device != "cpu":
                 world.use_device(device, setting=setting)
             code = verb(world) or 0
@@ -145,21 +147,20 @@ def _run(
         return world.finish(code, error, keep_mpi_after)
 
 
-def _start(device: str, stack: ExitStack) -> World:
-    """Start the World, with a watchdog that stops when the stack is closed. Collective."""
+def _connect(stack: ExitStack) -> World:
+    """Make the World of all ranks, with a watchdog that stops when the stack is closed. Collective."""
     try:
         seconds = default_seconds(os.environ)
-        with ExitStack() as start:
-
-            def watch(started: World) -> None:
-                started.hang.set_limit(seconds)
-                stack.enter_context(Watchdog(started))
-                start.close()
-
-            start.enter_context(watch_start(seconds))
-            return World.start(device, watch)
     except HpctrainError as error:
         _leave_unstarted(error)
+    with watch_start(seconds):
+        try:
+            world = World.connect()
+        except HpctrainError as error:
+            _leave_unstarted(error)
+        world.hang.set_limit(seconds)
+        stack.enter_context(Watchdog(world))
+    return world
 
 
 def _leave_unstarted(error: HpctrainError) -> NoReturn:
@@ -168,5 +169,6 @@ def _leave_unstarted(error: HpctrainError) -> NoReturn:
     if (MPI.COMM_WORLD.rank if together else launched_rank(os.environ)) == 0:
         print_problems(error.problems)
     if MPI.Is_initialized():
+        MPI.COMM_WORLD.Barrier()  # mpi4py's Finalize would stop the thread that watches the start
         MPI.Finalize()
     sys.exit(error.exit_code)

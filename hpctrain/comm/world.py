@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
@@ -28,7 +28,8 @@ from hpctrain.comm.error_messages import (
 )
 from hpctrain.comm.group import Group
 from hpctrain.comm.group_factory import GroupFactory, TransportDecorator
-from hpctrain.comm.hangs.hang_settings import HangSettings
+from hpctrain.comm.hangs.hang_settings import HangSettings, default_seconds
+from hpctrain.comm.hangs.start_watch import watch_start
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.rank_devices import RankDevice, device_problems
 from hpctrain.comm.transports.emulated import EmulatedLink
@@ -52,8 +53,9 @@ SECONDS_FOR_OUTPUT = 0.2
 class World:
     """Position of this process among all ranks, and the group of all ranks.
 
-    Verbs call `start`, which initializes MPI and installs handlers for uncaught exceptions. The constructor
-    does not: MPI must be running. It is collective over the communicator.
+    Scripts call `start`, and verbs call `connect` and `set_up`. They initialize MPI and install handlers for
+    uncaught exceptions. The constructor does not: MPI must be running. It is collective over the
+    communicator.
 
     A World ends in one of two ways: all ranks call `finish`, or one rank calls `abort` or `abort_with`, which
     end the processes of all ranks at once. `run_verb` calls them; scripts of users call `finish`.
@@ -114,20 +116,33 @@ class World:
         self.everyone: Group = self.groups.make(("world",), everyone, communicator, "mpi", self.device)
 
     @classmethod
-    def start(cls, device: str = "auto", begin: Callable[[World], None] = lambda _: None) -> World:
-        """Start MPI and make the World of all ranks. A verb calls this once. Collective.
+    def start(cls, device: str = "auto") -> World:
+        """Start MPI and make the World of all ranks, with a device. A script calls this once. Collective.
 
         From then on, an uncaught exception on any rank, in any thread, prints its traceback and ends the job
-        with exit code 70. A fatal signal, such as SIGSEGV, prints the stacks of all threads of its rank.
+        with exit code 70. A fatal signal, such as SIGSEGV, prints the stacks of all threads of its rank. A
+        job whose start hangs is ended.
 
         Args:
             device: "auto" (the local rank's GPU if there is one, otherwise the CPU), or another name that
                 `choose_device` takes.
-            begin: Function that is called with the new World as soon as it exists, before the remaining
-                checks. `run_verb` starts the watchdog in it. It may communicate.
 
         Raises:
             HpctrainError: Launcher and MPI contradict each other, or there is no such device.
+        """
+        with watch_start(default_seconds(os.environ)):
+            world = cls.connect()
+            world.set_up(device)
+        return world
+
+    @classmethod
+    def connect(cls) -> World:
+        """Start MPI and make the World of all ranks, which needs `set_up` next. Collective.
+
+        Verbs call this instead of `start`, so that a watchdog runs and errors are handled in `set_up`.
+
+        Raises:
+            HpctrainError: MPI cannot start, or has another number of ranks than the launcher.
         """
         removed = remove_stale_segments()
         if not MPI.Is_initialized():
@@ -137,22 +152,35 @@ class World:
             faulthandler.enable(2)
         check_launched_size(os.environ, MPI.COMM_WORLD.size, MPI.get_vendor()[0])
         world = cls(MPI.COMM_WORLD)
-        begin(world)
-        contradictions = find_contradictions(os.environ, world.rank, world.local_rank, world.nodes)
-        for each in world._control.allgather(contradictions):
+        world.removed_segments = [f"{name} on {world.hostname}" for name in removed]
+        return world
+
+    def set_up(self, device: str) -> None:
+        """Check the launcher's variables, choose the device, and install handlers for uncaught exceptions.
+
+        Collective, once.
+
+        Args:
+            device: Name of the device, as `start` takes it.
+
+        Raises:
+            HpctrainError: The launcher's variables contradict MPI, or there is no such device. It is raised
+                on all ranks.
+        """
+        contradictions = find_contradictions(os.environ, self.rank, self.local_rank, self.nodes)
+        for each in self.everyone.all_gather_object(contradictions):
             if each:
                 raise HpctrainError(
                     f"the launcher's variables contradict MPI ({each[0]}): start all ranks with one "
                     "launcher, and do not set or export its variables yourself"
                 )
-        with world.agreement():
-            chosen = choose_device(device, world.local_rank, visible_gpus())
-        world._compute_on(chosen)
-        world.removed_segments = [f"{name} on {world.hostname}" for name in removed]
-        world._mark_segments()
-        sys.excepthook = world._on_exception
-        threading.excepthook = world._on_thread_exception
-        return world
+        with self.agreement():
+            chosen = choose_device(device, self.local_rank, visible_gpus())
+        self._compute_on(chosen)
+        with self._agreements.record(Call("mark_segments")):
+            self._mark_segments()
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
 
     def _mark_segments(self) -> None:
         """Mark the shared memory of this job on this node. Collective."""
@@ -208,7 +236,8 @@ class World:
             self.everyone.comparer = None
         elif self.groups.checks is None:
             self.groups.checks = CallChecks()
-            self.groups.checks.check_group(self.everyone)
+            with self._agreements.record(Call("compare_calls")):
+                self.groups.checks.check_group(self.everyone)
 
     def sum_halves_natively(self, enabled: bool) -> None:
         """Let NCCL and gloo add 16-bit floats, in groups that are made later. Local.
@@ -260,9 +289,10 @@ class World:
             self._remake_transports()
 
     def _remake_transports(self) -> None:
-        transports = self.groups.make_transports(
-            self.everyone.axes, self.communicator, self.groups.ranks, "mpi", self.device
-        )
+        with self._agreements.record(Call("make_transports")):
+            transports = self.groups.make_transports(
+                self.everyone.axes, self.communicator, self.groups.ranks, "mpi", self.device
+            )
         self.everyone.host, self.everyone.accelerator = transports
 
     def single_rank_world(self) -> World:
@@ -289,9 +319,10 @@ class World:
                 the ranks of a subworld pass different numbers of ranks, it is an AssertionError.
         """
         assert self.rank in ranks, (self.rank, ranks)
-        communicator = self.communicator.Split(min(ranks), self.rank)
-        assert isinstance(communicator, MPI.Intracomm) and communicator.size == len(ranks), ranks
-        world = World(communicator, self)
+        with self._agreements.record(Call("subworld")):
+            communicator = self.communicator.Split(min(ranks), self.rank)
+            assert isinstance(communicator, MPI.Intracomm) and communicator.size == len(ranks), ranks
+            world = World(communicator, self)
         world.compare_calls(self.groups.checks is not None)
         decorator = self.groups.decorator
         world.decorate_transports(None if decorator is None else decorator.for_subworld())
@@ -307,15 +338,17 @@ class World:
         Returns:
             "" if all nodes have such memory, otherwise the reason why one does not; the same on all ranks.
         """
-        reason = self.groups.open_memory(self.communicator)
-        return next((each for each in self._control.allgather(reason) if each), "")
+        with self._agreements.record(Call("share_memory")):
+            reasons = self._control.allgather(self.groups.open_memory(self.communicator))
+        return next((each for each in reasons if each), "")
 
     def open_store(self) -> None:
         """Open the store that groups over "nccl" or "gloo" need when they are made. Collective.
 
         Rank 0 serves it until its process ends. A repeated call does nothing.
         """
-        self.groups.open_store(self.communicator)
+        with self._agreements.record(Call("open_store")):
+            self.groups.open_store(self.communicator)
 
     def nodes_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the node of each of these ranks of this world, in the order of `ranks`. Local.
@@ -359,12 +392,10 @@ class World:
             parent: Group that is split, to which all of `ranks` belong; `everyone` if None.
         """
         parent = parent or self.everyone
-        parent.calls.enter(Call("new_group"))  # a hang report names the ranks that do not reach this call
-        communicator = communicator_of(parent.objects).Split(ranks[0], self.rank)
-        assert isinstance(communicator, MPI.Intracomm)
-        group = self.groups.make(axes, ranks, communicator, transport, self.device)
-        parent.calls.leave()
-        return group
+        with parent.calls.record(Call("new_group")):
+            communicator = communicator_of(parent.objects).Split(ranks[0], self.rank)
+            assert isinstance(communicator, MPI.Intracomm)
+            return self.groups.make(axes, ranks, communicator, transport, self.device)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
@@ -390,9 +421,8 @@ class World:
         if self.size == 1:
             failures = [] if own is None else [own]
         else:
-            self._agreements.enter(Call("agreement"))
-            failures = [each for each in self._control.allgather(own) if each is not None]
-            self._agreements.leave()
+            with self._agreements.record(Call("agreement")):
+                failures = [each for each in self._control.allgather(own) if each is not None]
         if failures:
             is_user_code = failures[0][2]
             reported = failures[:1] if is_user_code else failures

@@ -78,7 +78,7 @@ def _watch(seconds: float, over: threading.Event) -> None:
 def describe_start(stopped: frozenset[int], seconds: float, rank: int) -> list[str]:
     """Return two sentences about a start that hangs, without a full stop. Nothing is printed. Local.
 
-    The first one says that not all ranks have reached MPI_Init, and for how long. The second one names the
+    The first one says that not all ranks have joined the others, and for how long. The second one names the
     stopped ranks of this node; if there are none, it says that this rank waits for the others.
 
     Args:
@@ -87,7 +87,7 @@ def describe_start(stopped: frozenset[int], seconds: float, rank: int) -> list[s
         rank: Rank of this process, which is named only if no rank is stopped.
     """
     host = socket.gethostname()
-    first = f"the run hangs while starting: not all ranks have reached MPI_Init after {seconds:.0f} s"
+    first = f"the run hangs while starting: not all ranks have joined the others after {seconds:.0f} s"
     if not stopped:
         return [first, f"rank {rank} on {host} waits for the others; no rank of this node is stopped"]
     one = len(stopped) == 1

@@ -14,7 +14,7 @@ from hpctrain.comm.hangs.start_watch import describe_start, rank_states
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Starts the World; rank 1 is stopped before it starts MPI, or before it makes its World.
+# Starts the World. Rank 1 is stopped before it starts MPI, before it makes its World, or later, in a script.
 PROGRAM = """
 import os, signal, sys
 from hpctrain.comm import world
@@ -26,13 +26,18 @@ def stop(*_, **__):
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
     if sys.argv[1] == "MPI":
         world.start_mpi = stop
-    else:
+    elif sys.argv[1] == "World":
         world.World.__init__ = stop
-run_verb(lambda _: 0)
+    else:
+        world.World.set_up = stop
+if sys.argv[1] == "script":
+    world.World.start("cpu").finish()
+else:
+    run_verb(lambda _: 0)
 """
 
 
-@pytest.mark.parametrize("place", ["MPI", "World"])
+@pytest.mark.parametrize("place", ["MPI", "World", "script"])
 def test_a_rank_that_is_stopped_at_its_start_is_named(launch: Launch, tmp_path: Path, place: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = launch(2, "program.py", place, cold=True, **{HANG_SECONDS_VARIABLE: "1"})
@@ -46,7 +51,7 @@ def test_a_rank_that_is_stopped_at_its_start_is_named(launch: Launch, tmp_path: 
 def test_several_stopped_ranks_are_named_and_a_start_without_any_is_told() -> None:
     assert " on " in describe_start(frozenset({3, 1}), 9.0, 0)[1]
     assert describe_start(frozenset({3, 1}), 9.0, 0)[1].startswith("ranks 1, 3 on ")
-    assert describe_start(frozenset(), 600.0, 2)[0].endswith("have reached MPI_Init after 600 s")
+    assert describe_start(frozenset(), 600.0, 2)[0].endswith("have joined the others after 600 s")
     assert describe_start(frozenset(), 600.0, 2)[1].startswith("rank 2 on ")
 
 

@@ -46,7 +46,20 @@ CHECKPOINT = "done/checkpoints/step-00000002.h5"
 RUN = ("run", "deck.toml", "--set", "run.dir=fresh")
 # By id: the function in which rank 1 stops, the activity of the other ranks, and the command.
 PLACES = {
-    "start": ("hpctrain.comm.world:World.use_device", "reading the deck", RUN),
+    "launcher": ("hpctrain.comm.world:find_contradictions", "starting", RUN),
+    "start": ("hpctrain.comm.world:mark_segments", "starting", RUN),
+    "deck": ("hpctrain.comm.world:World.use_device", "reading the deck", RUN),
+    "checks": (
+        "hpctrain.comm.call_check:CallChecks.check_group",
+        "reading the deck",
+        (*RUN, "--set", "communication.check=true"),
+    ),
+    "memory": ("hpctrain.comm.group_factory:open_node_memory", "planning the layout", RUN),
+    "zeros": (
+        "hpctrain.comm.transports.shared:SharedTransport.common_zeros",
+        "building the model",
+        (*RUN, "--set", "layout.zero=3"),
+    ),
     "tokens": ("hpctrain.data.corpus:open_entries", "opening the training data", RUN),
     "build": ("hpctrain.train.run:build_seat_within_memory", "building the model", RUN),
     "folder": ("hpctrain.train.startup:check_run_folder", "locking the run folder", RUN),
