@@ -16,7 +16,7 @@ from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
-from hpctrain.host.mpi_library import MPI, start_mpi
+from hpctrain.host.mpi_library import MPI, finalize_mpi, start_mpi
 
 FINALIZED_MESSAGE = (
     "MPI is already finalized in this process (World.finish()), and it cannot start again: start runs and "
@@ -113,7 +113,7 @@ def finalize_at_exit() -> None:
 
 def _end() -> None:
     if not MPI.Is_finalized():
-        MPI.Finalize()
+        finalize_mpi()
 
 
 def _run(
@@ -169,6 +169,5 @@ def _leave_unstarted(error: HpctrainError) -> NoReturn:
     if (MPI.COMM_WORLD.rank if together else launched_rank(os.environ)) == 0:
         print_problems(error.problems)
     if MPI.Is_initialized():
-        MPI.COMM_WORLD.Barrier()  # mpi4py's Finalize would stop the thread that watches the start
-        MPI.Finalize()
+        finalize_mpi()
     sys.exit(error.exit_code)

@@ -38,7 +38,13 @@ from hpctrain.host.device import choose_device, device_of_run, on_host, prepare_
 from hpctrain.host.device_memory import peak_bytes, used_bytes
 from hpctrain.host.launcher import check_launched_size, find_contradictions
 from hpctrain.host.memory import is_out_of_memory
-from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi
+from hpctrain.host.mpi_library import (
+    MPI,
+    communicator_of,
+    finalize_mpi,
+    finalizes_between_nodes,
+    start_mpi,
+)
 from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
 from hpctrain.host.topology import Topology
 from hpctrain.units import Link, format_bytes
@@ -474,7 +480,7 @@ class World:
         self.groups.close_memories()
         self.groups.close_store()
         if not keeps_mpi:
-            MPI.Finalize()
+            finalize_mpi()
         return code
 
     def _await_all(self, code: int, error: HpctrainError | None) -> int:

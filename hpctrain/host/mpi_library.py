@@ -16,7 +16,7 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402  (only after the settings above)
 
-__all__ = ["MPI", "communicator_of", "finalizes_between_nodes", "start_mpi"]
+__all__ = ["MPI", "communicator_of", "finalize_mpi", "finalizes_between_nodes", "start_mpi"]
 
 
 def start_mpi() -> None:
@@ -42,6 +42,19 @@ def start_mpi() -> None:
     start(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def finalize_mpi() -> None:
+    """Finalize MPI, which must be running. Collective over all ranks that the launcher has started.
+
+    As in `start_mpi`, other threads of this process run in the meantime, so that one can report a rank that
+    does not come.
+    """
+    finalize = getattr(ctypes.CDLL(MPI.__file__), "MPI_Finalize", None)
+    if finalize is None:  # mpi4py loads MPI by itself
+        MPI.Finalize()
+    else:
+        finalize()
 
 
 def communicator_of(objects: object) -> MPI.Intracomm:

@@ -14,30 +14,38 @@ from hpctrain.comm.hangs.start_watch import describe_start, rank_states
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Starts the World. Rank 1 is stopped before it starts MPI, before it makes its World, or later, in a script.
+# Starts the World. Rank 1 is stopped before it starts MPI, before it makes its World, after that in a script,
+# or after an error because of which there is no World.
 PROGRAM = """
 import os, signal, sys
-from hpctrain.comm import world
-from hpctrain.comm.verb import run_verb
+from hpctrain.comm import verb, world
+from hpctrain.errors import HpctrainError
 
 def stop(*_, **__):
     os.kill(os.getpid(), signal.SIGSTOP)
 
+def fail(*_):
+    raise HpctrainError("other ranks")
+
+place = sys.argv[1]
+if place == "error":
+    world.check_launched_size = fail
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-    if sys.argv[1] == "MPI":
-        world.start_mpi = stop
-    elif sys.argv[1] == "World":
-        world.World.__init__ = stop
-    else:
-        world.World.set_up = stop
-if sys.argv[1] == "script":
+    owner, name = {
+        "MPI": (world, "start_mpi"),
+        "World": (world.World, "__init__"),
+        "script": (world.World, "set_up"),
+        "error": (verb, "finalize_mpi"),
+    }[place]
+    setattr(owner, name, stop)
+if place == "script":
     world.World.start("cpu").finish()
 else:
-    run_verb(lambda _: 0)
+    verb.run_verb(lambda _: 0)
 """
 
 
-@pytest.mark.parametrize("place", ["MPI", "World", "script"])
+@pytest.mark.parametrize("place", ["MPI", "World", "script", "error"])
 def test_a_rank_that_is_stopped_at_its_start_is_named(launch: Launch, tmp_path: Path, place: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = launch(2, "program.py", place, cold=True, **{HANG_SECONDS_VARIABLE: "1"})

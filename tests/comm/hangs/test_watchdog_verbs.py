@@ -75,6 +75,7 @@ PLACES = {
         RUN,
     ),
     "end": ("hpctrain.comm.world:World.finish", "ending", RUN),
+    "finalize": ("hpctrain.comm.group_factory:GroupFactory.close_memories", "ending", RUN),
     "evaluate": (
         "hpctrain.train.evaluate:mean_figures",
         "evaluating",
