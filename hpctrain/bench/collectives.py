@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hpctrain.bench.peers import OPERATIONS, Once, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.bench.timing import write_json
+from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.transports.shared import SharedTransport
@@ -158,13 +159,18 @@ def _medians(group: Group, calls: dict[str, Once]) -> dict[str, float]:
 
 
 def _sample(group: Group, call: Once, repeats: int) -> float:
-    """Seconds of a call whose own last call, not timed, left the caches as it always would."""
-    call()
-    group.barrier()
-    began = perf_counter()
-    for _ in range(repeats):
+    """Return the seconds of a call. A call before, which is not timed, leaves the caches as it always would.
+
+    The calls of mpi4py are not recorded themselves, so the watchdog needs the records of the whole sample.
+    """
+    with group.calls.record(Call("sample")):
         call()
-    return (perf_counter() - began) / repeats
+    group.barrier()
+    with group.calls.record(Call("sample")):
+        began = perf_counter()
+        for _ in range(repeats):
+            call()
+        return (perf_counter() - began) / repeats
 
 
 def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
