@@ -104,11 +104,28 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def splits_freed_tensors() -> bool:
+    """Return True if small allocations split the memory of freed tensors: with glibc before version 2.38.
+
+    Torch aligns tensors to 64 bytes. These versions cut fragments of less than 100 bytes off both ends of an
+    aligned allocation, and give them to small allocations (glibc bug 14581). Nodes of autograd lie there to
+    the end of the backward pass, so that freed tensors cannot be joined, and a new tensor of the same size
+    does not fit.
+    """
+    version = re.match(r"glibc (\d+)\.(\d+)", _c_library())
+    return version is not None and (int(version[1]), int(version[2])) < (2, 38)
+
+
 def _is_glibc() -> bool:
+    return _c_library().startswith("glibc")
+
+
+def _c_library() -> str:
+    """Return name and version of the C library, such as "glibc 2.36"; "" if it does not tell."""
     try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (AttributeError, ValueError, OSError):
-        return False
+        return ""
 
 
 def shared_resident_bytes() -> int:
