@@ -38,7 +38,7 @@ _DENSE_SHARE, _TORCH_SHARE, _CONVERTED_SHARE, _PREPARED_SHARE = 0.07, 0.17, 0.35
 """Freed memory between the tensors that a block saves, in units of its activations.
 
 A tensor that is freed between two that are saved leaves a gap in every block. A new tensor does not always
-fit there, so that the next block takes new memory. This occurs only if `splits_freed_tensors`.
+fit there, so that the next block takes new memory.
 
 `_DENSE_SHARE` is that of sequential dense blocks, which free fewest such tensors. `_TORCH_SHARE` is that of
 parallel blocks, mixtures, latent attention and norms without a kernel. `_CONVERTED_SHARE` is for 16 bits if
@@ -46,18 +46,19 @@ torch converts tensors to fp32 for norms. `_PREPARED_SHARE` is that of mixtures 
 prepares for new numbers of rows lies between the tensors of blocks. Without compiled functions all shares but
 the first one double.
 
-Measured with glibc 2.36 on models of 8M to 100M parameters with 6 to 20 blocks: the difference between the
-heap and the bytes that were allocated at their peak. In units of the activations of one block, with compiled
-functions:
+Measured on models of 8M to 100M parameters with 6 to 20 blocks: the difference between the heap and the bytes
+that were allocated at their peak. In units of the activations of one block, with compiled functions:
 
-    kind of block         6 blocks    10 blocks   16 to 20 blocks
-    sequential dense      1.0 to 2.1  1.4 to 2.1  2.7
-    torch's functions     1.6 to 2.8  2.4 to 3.3
-    converted for norms   3.1         4.2 to 5.2
-    experts in 16 bits    3.3 to 5.9  6.1 to 9.2  9.4
-
-With glibc 2.41, 52 of 60 models of 10 blocks had between 0 and 2.8 blocks, six mixtures less, and two 4 and 6.
+    kind of block         glibc 2.36                                glibc 2.41
+                          6 blocks    10 blocks   16 to 20 blocks   10 blocks
+    sequential dense      1.0 to 2.1  1.5 to 2.7  2.7               1.3 to 2.6
+    torch's functions     1.6 to 2.8  2.2 to 5.2                    1.3 to 2.8, one 4.6
+    converted for norms   3.1         3.2 to 4.9                    1.8 to 2.7
+    experts in 16 bits    3.3 to 5.9  4.4 to 9.7  9.4               1.7 to 5.9
 """
+
+_JOINED_SHARE = 1 / 3
+"""Factor of the larger shares if the C library joins freed tensors (`splits_freed_tensors` is False)."""
 
 
 @saved_storages.register
@@ -176,7 +177,9 @@ def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 @gaps_between_tensors.register
 def _gaps_between_tensors_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    share = _share_of_gaps(block, sizes) if splits_freed_tensors() else 0
+    share = _share_of_gaps(block, sizes)
+    if not splits_freed_tensors():
+        share = max(_DENSE_SHARE, _JOINED_SHARE * share)
     return int(share * _heap_bytes(block, sizes))
 
 
