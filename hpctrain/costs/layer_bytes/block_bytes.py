@@ -57,7 +57,7 @@ that were allocated at their peak. In units of the activations of one block, wit
     experts in 16 bits    3.3 to 5.9  4.4 to 9.7  9.4               1.7 to 5.9
 """
 
-_JOINED_SHARE = 1 / 3
+_JOINED_FACTOR = 0.4
 """Factor of the larger shares if the C library joins freed tensors (`splits_freed_tensors` is False)."""
 
 
@@ -179,7 +179,7 @@ def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 def _gaps_between_tensors_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
     share = _share_of_gaps(block, sizes)
     if not splits_freed_tensors():
-        share = max(_DENSE_SHARE, _JOINED_SHARE * share)
+        share = max(_DENSE_SHARE, _JOINED_FACTOR * share)
     return int(share * _heap_bytes(block, sizes))
 
 
