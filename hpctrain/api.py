@@ -26,9 +26,8 @@ from typing import Any, TypedDict
 from typing_extensions import Unpack
 
 from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
-from hpctrain.comm.error_messages import print_problems
 from hpctrain.comm.hangs.watchdog import Watchdog
-from hpctrain.comm.verb import FINALIZED_MESSAGE, run_verb_of_script
+from hpctrain.comm.verb import run_verb_of_script
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.read import parse_deck, read_deck
@@ -39,7 +38,6 @@ from hpctrain.deck.user_code import is_loaded_file
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, path_of, write_text
 from hpctrain.generate.generation_model import GenerationModel, load
-from hpctrain.host.mpi_library import MPI
 from hpctrain.report.series import metrics
 from hpctrain.text import either, kind_of
 
@@ -242,9 +240,6 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
         if code not in {EXIT_DONE, *expected}:
             raise HpctrainError(f"the run stopped with exit code {code}")
         return code
-    if MPI.Is_finalized():
-        print_problems([FINALIZED_MESSAGE])
-        sys.exit(HpctrainError.exit_code)
     return run_verb_of_script(verb, {EXIT_DONE, *expected})
 
 

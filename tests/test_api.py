@@ -161,7 +161,6 @@ WRONG = {
     "lambda": ('run("deck.toml", build=lambda: Mlp())', "build: <function <lambda>", "at the top level of"),
     "name": ('run("deck.toml", los=loss)', "los: unknown argument", "blocks, loss, initial"),
     "deck": ('run("dekc.toml", **MINE)', "dekc.toml", "hpctrain: error"),
-    "ended": ('World.start().finish(); run("deck.toml", **MINE)', "MPI is already finalized", "before that"),
     "value": ('run("deck.toml", **MINE, changes={"batch.micro_size": 0})', "=0: must", "at least 1"),
 }  # fmt: skip
 
@@ -175,6 +174,12 @@ def test_mistakes_are_one_sentence(wrong: str, script: Callable[..., CompletedPr
     assert "Traceback" not in done.stderr
     for each in told:
         assert each in done.stderr, done.stderr
+
+
+def test_a_run_after_the_end_of_mpi_is_one_sentence(script: Callable[..., CompletedProcess[str]]) -> None:
+    done = script(2, 'World.start().finish(); run("deck.toml", **MINE)')
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("MPI is already finalized") == 1, done.stderr
 
 
 def test_a_script_that_runs_where_it_is_loaded_is_told(

@@ -16,12 +16,7 @@ from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
-from hpctrain.host.mpi_library import MPI, finalize_mpi, start_mpi
-
-FINALIZED_MESSAGE = (
-    "MPI is already finalized in this process (World.finish()), and it cannot start again: start runs and "
-    "load models before that, or in a new process"
-)
+from hpctrain.host.mpi_library import MPI, finalize_mpi, require_unfinalized, start_mpi
 
 
 def run_verb(
@@ -73,16 +68,17 @@ def single_world(device: str = "auto") -> World:
     """Return a World of this process alone, whatever other ranks there are. Local.
 
     MPI is started if it is not running, and is then finalized when the process ends. If a launcher has
-    started several ranks, starting MPI waits for all of them.
+    started several ranks, starting MPI waits for all of them. `watch_start` ends the job if they do not
+    arrive.
 
     Args:
         device: Device, as in `World.start`.
 
     Raises:
-        HpctrainError: MPI cannot be started, or was finalized, or there is no such device.
+        HpctrainError: MPI cannot be started, or was finalized, there is no such device, or the variable
+            HPCTRAIN_HANG_SECONDS is not a time.
     """
-    if MPI.Is_finalized():
-        raise HpctrainError(FINALIZED_MESSAGE)
+    require_unfinalized()
     if not MPI.Is_initialized():
         with watch_start(default_seconds(os.environ)):
             start_mpi()
@@ -90,16 +86,6 @@ def single_world(device: str = "auto") -> World:
     world = World(MPI.COMM_SELF)
     world.use_device(device, setting="device")
     return world
-
-
-def require_running() -> None:
-    """Check that groups can be used. Local.
-
-    Raises:
-        HpctrainError: MPI was finalized.
-    """
-    if MPI.Is_finalized():
-        raise HpctrainError(FINALIZED_MESSAGE)
 
 
 def finalize_at_exit() -> None:
@@ -148,7 +134,13 @@ def _run(
 
 
 def _connect(stack: ExitStack) -> World:
-    """Make the World of all ranks, with a watchdog that stops when the stack is closed. Collective."""
+    """Make the World of all ranks, which needs `set_up` next, and start its watchdog. Collective.
+
+    If there can be no World, print the reason and leave the process.
+
+    Args:
+        stack: Stack of context managers whose end stops the watchdog.
+    """
     try:
         seconds = default_seconds(os.environ)
     except HpctrainError as error:
@@ -164,10 +156,11 @@ def _connect(stack: ExitStack) -> World:
 
 
 def _leave_unstarted(error: HpctrainError) -> NoReturn:
-    """Print an error that was raised before there was a World, on one rank, and leave the process."""
-    together = MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
+    """Leave the process because of an error for which there is no World. Only rank 0 prints the error."""
+    running = MPI.Is_initialized() and not MPI.Is_finalized()
+    together = running and MPI.COMM_WORLD.size > 1
     if (MPI.COMM_WORLD.rank if together else launched_rank(os.environ)) == 0:
         print_problems(error.problems)
-    if MPI.Is_initialized():
+    if running:
         finalize_mpi()
     sys.exit(error.exit_code)

@@ -43,6 +43,7 @@ from hpctrain.host.mpi_library import (
     communicator_of,
     finalize_mpi,
     finalizes_between_nodes,
+    require_unfinalized,
     start_mpi,
 )
 from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
@@ -59,9 +60,9 @@ SECONDS_FOR_OUTPUT = 0.2
 class World:
     """Position of this process among all ranks, and the group of all ranks.
 
-    Scripts call `start`, and verbs call `connect` and `set_up`. They initialize MPI and install handlers for
-    uncaught exceptions. The constructor does not: MPI must be running. It is collective over the
-    communicator.
+    Scripts call `start`; verbs call `connect` and then `set_up`. These methods initialize MPI and install
+    handlers for uncaught exceptions. The constructor does neither: MPI must be running. It is collective over
+    the communicator.
 
     A World ends in one of two ways: all ranks call `finish`, or one rank calls `abort` or `abort_with`, which
     end the processes of all ranks at once. `run_verb` calls them; scripts of users call `finish`.
@@ -125,16 +126,18 @@ class World:
     def start(cls, device: str = "auto") -> World:
         """Start MPI and make the World of all ranks, with a device. A script calls this once. Collective.
 
-        From then on, an uncaught exception on any rank, in any thread, prints its traceback and ends the job
-        with exit code 70. A fatal signal, such as SIGSEGV, prints the stacks of all threads of its rank. A
-        job whose start hangs is ended.
+        If a rank does not arrive here, `watch_start` ends the job. When this has returned, an uncaught
+        exception on any rank, in any thread, ends the job as `abort_with` describes: with a traceback and
+        exit code 70, unless it is an HpctrainError or an interrupt. A fatal signal, such as SIGSEGV, prints
+        the stacks of all threads of its rank.
 
         Args:
             device: "auto" (the local rank's GPU if there is one, otherwise the CPU), or another name that
                 `choose_device` takes.
 
         Raises:
-            HpctrainError: Launcher and MPI contradict each other, or there is no such device.
+            HpctrainError: MPI cannot start or was finalized, launcher and MPI contradict each other, there is
+                no such device, or the variable HPCTRAIN_HANG_SECONDS is not a time.
         """
         with watch_start(default_seconds(os.environ)):
             world = cls.connect()
@@ -143,13 +146,16 @@ class World:
 
     @classmethod
     def connect(cls) -> World:
-        """Start MPI and make the World of all ranks, which needs `set_up` next. Collective.
+        """Start MPI unless it runs, and make the World of all ranks, which needs `set_up` next. Collective.
 
-        Verbs call this instead of `start`, so that a watchdog runs and errors are handled in `set_up`.
+        Verbs call `connect` and `set_up` instead of `start`. In between they start the watchdog, which needs
+        a World, so that it reports a rank that stops in `set_up`.
 
         Raises:
-            HpctrainError: MPI cannot start, or has another number of ranks than the launcher.
+            HpctrainError: MPI cannot start or was finalized, or has another number of ranks than the
+                launcher.
         """
+        require_unfinalized()
         removed = remove_stale_segments()
         if not MPI.Is_initialized():
             start_mpi()
@@ -164,7 +170,7 @@ class World:
     def set_up(self, device: str) -> None:
         """Check the launcher's variables, choose the device, and install handlers for uncaught exceptions.
 
-        Collective, once.
+        Collective. It is called once, after `connect`.
 
         Args:
             device: Name of the device, as `start` takes it.

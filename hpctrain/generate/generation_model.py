@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.comm.verb import require_running, single_world
+from hpctrain.comm.verb import single_world
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import CAUSAL_MODEL
@@ -35,6 +35,7 @@ from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text_model import TextModel
 from hpctrain.host.device import on_host
 from hpctrain.host.memory import obtainable_bytes
+from hpctrain.host.mpi_library import require_unfinalized
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.text import kind_of, nearest, text_problem
@@ -163,7 +164,7 @@ class GenerationModel:
         Raises:
             HpctrainError: The tokens are not valid, or there is not enough memory.
         """
-        require_running()
+        require_unfinalized()
         ids = self._validated_tokens(tokens)
         size = prod(ids.shape) * self.vocabulary * 4
         free = obtainable_bytes(os.environ) if size > _SMALL_BYTES and on_host(self.device) else None
@@ -202,7 +203,7 @@ class GenerationModel:
         Raises:
             HpctrainError: An option is not valid, or the checkpoint has no tokenizer.
         """
-        require_running()
+        require_unfinalized()
         prompts = _validated_texts("prompt", prompt)
         sampling = _parse_options(options)
         model = TextModel(self._world, self.path, self.part, self.tokenizer)

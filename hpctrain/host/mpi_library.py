@@ -16,7 +16,27 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402  (only after the settings above)
 
-__all__ = ["MPI", "communicator_of", "finalize_mpi", "finalizes_between_nodes", "start_mpi"]
+__all__ = [
+    "MPI",
+    "communicator_of",
+    "finalize_mpi",
+    "finalizes_between_nodes",
+    "require_unfinalized",
+    "start_mpi",
+]
+
+
+def require_unfinalized() -> None:
+    """Check that MPI is running or can still be started: MPI cannot start twice in a process. Local.
+
+    Raises:
+        HpctrainError: MPI was finalized, by hpctrain or by the user's script.
+    """
+    if MPI.Is_finalized():
+        raise HpctrainError(
+            "MPI is already finalized in this process (World.finish()), and it cannot start again: start "
+            "runs and load models before that, or in a new process"
+        )
 
 
 def start_mpi() -> None:
@@ -47,8 +67,8 @@ def start_mpi() -> None:
 def finalize_mpi() -> None:
     """Finalize MPI, which must be running. Collective over all ranks that the launcher has started.
 
-    As in `start_mpi`, other threads of this process run in the meantime, so that one can report a rank that
-    does not come.
+    MPI waits for all ranks here. As in `start_mpi`, ctypes releases Python's global interpreter lock for that
+    time, so that the thread of the watchdog can report a rank that does not arrive.
     """
     finalize = getattr(ctypes.CDLL(MPI.__file__), "MPI_Finalize", None)
     if finalize is None:  # mpi4py loads MPI by itself

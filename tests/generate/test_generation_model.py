@@ -184,7 +184,9 @@ model = hpctrain.load({str(tmp_path / "a.h5")!r}, device="cpu")
 print(len(model.generate("x", tokens=3)) >= 1)
 from hpctrain.host.mpi_library import MPI
 MPI.Finalize()
-for each in (lambda: model.logits([1]), lambda: hpctrain.load({str(tmp_path / "a.h5")!r})):
+for each in (
+    lambda: model.logits([1]), lambda: hpctrain.load({str(tmp_path / "a.h5")!r}), hpctrain.World.start
+):
     try:
         each()
     except hpctrain.HpctrainError as error:
@@ -194,5 +196,5 @@ for each in (lambda: model.logits([1]), lambda: hpctrain.load({str(tmp_path / "a
     assert done.returncode == 0, done.stderr
     assert (
         done.stdout.startswith("True\n")
-        and done.stdout.count("MPI is already finalized in this process") == 2
+        and done.stdout.count("MPI is already finalized in this process") == 3
     )
