@@ -159,9 +159,10 @@ def _medians(group: Group, calls: dict[str, Once]) -> dict[str, float]:
 
 
 def _sample(group: Group, call: Once, repeats: int) -> float:
-    """Return the seconds of a call. A call before, which is not timed, leaves the caches as it always would.
+    """Return the mean seconds of one call over `repeats` calls, after a call that is not timed. Collective.
 
-    The calls of mpi4py are not recorded themselves, so the watchdog needs the records of the whole sample.
+    The untimed call brings the caches into the state in which the operation itself leaves them. Plain calls
+    of mpi4py are not recorded, so this records the untimed and the timed calls as "sample" for the watchdog.
     """
     with group.calls.record(Call("sample")):
         call()

@@ -190,11 +190,12 @@ class GroupCalls:
     def record(self, call: Call) -> Iterator[None]:
         """Return a context manager that enters a call at the start of its block and leaves it at the end.
 
-        Local. It is for blocks in which MPI waits for other ranks. MPI uses the processor while it waits, and
-        outside of recorded calls the watchdog takes that for work of this rank.
+        Local. It is for blocks that call MPI directly and so may wait for other ranks. MPI uses the processor
+        while it waits. Outside of recorded calls, the watchdog takes that for work of this rank and reports
+        no hang. The end of a call inside the block ends the record of the block, too: see `leave`.
 
         Args:
-            call: Collective call that names the block in hang reports.
+            call: Call whose operation is the name of the block in hang reports, such as "subworld".
         """
         self.enter(call)
         try:

@@ -105,12 +105,12 @@ def release_freed_memory() -> None:
 
 
 def splits_freed_tensors() -> bool:
-    """Return True if small allocations split the memory of freed tensors: with glibc before version 2.38.
+    """Return True if small objects between freed tensors keep their memory apart: glibc before 2.38.
 
-    Torch aligns tensors to 64 bytes. These versions cut fragments of less than 100 bytes off both ends of an
-    aligned allocation, and give them to small allocations (glibc bug 14581). Nodes of autograd lie there to
-    the end of the backward pass, so that freed tensors cannot be joined, and a new tensor of the same size
-    does not fit.
+    Torch aligns tensors to 64 bytes. glibc before 2.38 cuts fragments of less than 100 bytes off both ends of
+    an aligned allocation, and uses them for small objects (glibc bug 14581), such as nodes of autograd. These
+    exist until the end of the backward pass. Until then, glibc cannot join the memory of the freed tensors on
+    both sides, and a freed piece is too small for a new tensor of the same size, which needs alignment again.
     """
     version = re.match(r"glibc (\d+)\.(\d+)", _c_library())
     return version is not None and (int(version[1]), int(version[2])) < (2, 38)
@@ -121,7 +121,7 @@ def _is_glibc() -> bool:
 
 
 def _c_library() -> str:
-    """Return name and version of the C library, such as "glibc 2.36"; "" if it does not tell."""
+    """Return name and version of the C library, such as "glibc 2.36"; "" if they are unknown."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (AttributeError, ValueError, OSError):

@@ -35,30 +35,36 @@ Storages above `LARGEST_KEPT` do not count: the C library returns them to the sy
 """
 
 _DENSE_SHARE, _TORCH_SHARE, _CONVERTED_SHARE, _PREPARED_SHARE = 0.07, 0.17, 0.35, 0.6
-"""Freed memory between the tensors that a block saves, in units of its activations.
+"""Freed memory between the tensors that a block saves, in units of the block's activations.
 
 A tensor that is freed between two that are saved leaves a gap in every block. A new tensor does not always
 fit there, so that the next block takes new memory.
 
 `_DENSE_SHARE` is that of sequential dense blocks, which free fewest such tensors. `_TORCH_SHARE` is that of
 parallel blocks, mixtures, latent attention and norms without a kernel. `_CONVERTED_SHARE` is for 16 bits if
-torch converts tensors to fp32 for norms. `_PREPARED_SHARE` is that of mixtures in 16 bits, where what oneDNN
-prepares for new numbers of rows lies between the tensors of blocks. Without compiled functions all shares but
-the first one double.
+torch converts tensors to fp32 for norms. `_PREPARED_SHARE` is that of mixtures in 16 bits: oneDNN prepares
+products for new numbers of rows, and this memory lies between the tensors of blocks. Without compiled
+functions all shares but the first one double. The shares are those of glibc before 2.38; `_JOINED_FACTOR`
+converts them for other C libraries.
 
-Measured on models of 8M to 100M parameters with 6 to 20 blocks: the difference between the heap and the bytes
-that were allocated at their peak. In units of the activations of one block, with compiled functions:
+A plan has `_GAPS` once and a share for each block: `_GAPS` + 10 `_DENSE_SHARE` = 2.1 for 10 sequential dense
+blocks. Measured was the same sum: the heap without the bytes that were allocated at their peak, in units of
+the activations of one block. The models had 8M to 100M parameters and compiled functions. The rows are in the
+order of the shares:
 
     kind of block         glibc 2.36                                glibc 2.41
                           6 blocks    10 blocks   16 to 20 blocks   10 blocks
     sequential dense      1.0 to 2.1  1.5 to 2.7  2.7               1.3 to 2.6
-    torch's functions     1.6 to 2.8  2.2 to 5.2                    1.3 to 2.8, one 4.6
+    torch's functions     1.6 to 2.8  2.2 to 5.2                    1.3 to 2.8, one model 4.6
     converted for norms   3.1         3.2 to 4.9                    1.8 to 2.7
     experts in 16 bits    3.3 to 5.9  4.4 to 9.7  9.4               1.7 to 5.9
 """
 
 _JOINED_FACTOR = 0.4
-"""Factor of the larger shares if the C library joins freed tensors (`splits_freed_tensors` is False)."""
+"""Factor for the shares if the C library can join the memory of freed tensors (see `splits_freed_tensors`).
+
+No share becomes smaller than `_DENSE_SHARE`.
+"""
 
 
 @saved_storages.register
