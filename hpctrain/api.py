@@ -38,6 +38,7 @@ from hpctrain.deck.user_code import is_loaded_file
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.files import check_output, path_of, write_text
 from hpctrain.generate.generation_model import GenerationModel, load
+from hpctrain.host.mpi_library import require_unfinalized
 from hpctrain.report.series import metrics
 from hpctrain.text import either, kind_of
 
@@ -227,7 +228,8 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
         The exit code: EXIT_DONE or one of `expected`.
 
     Raises:
-        HpctrainError: The caller passed a world and the verb ended with another exit code.
+        HpctrainError: The caller passed a world, and the verb ended with another exit code or MPI was
+            finalized before.
     """
     if is_loaded_file(str(sys._getframe(2).f_globals.get("__name__"))):
         raise HpctrainError(
@@ -235,6 +237,7 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
             'start a run under `if __name__ == "__main__":`'
         )
     if world is not None:
+        require_unfinalized()
         with Watchdog(world):
             code = verb(world)
         if code not in {EXIT_DONE, *expected}:

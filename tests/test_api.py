@@ -182,6 +182,11 @@ def test_a_run_after_the_end_of_mpi_is_one_sentence(script: Callable[..., Comple
     assert done.stderr.count("MPI is already finalized") == 1, done.stderr
 
 
+def test_a_run_in_a_finished_world_raises_an_error(script: Callable[..., CompletedProcess[str]]) -> None:
+    done = script(1, 'world = World.start(); world.finish(); run("deck.toml", **MINE, world=world)')
+    assert "HpctrainError: MPI is already finalized" in done.stderr, done.stderr
+
+
 def test_a_script_that_runs_where_it_is_loaded_is_told(
     launch: Launch, script: Callable[..., CompletedProcess[str]]
 ) -> None:
