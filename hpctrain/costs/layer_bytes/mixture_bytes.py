@@ -74,8 +74,16 @@ def _mixture_workspace(mixture: Mixture, sizes: ActivationSizes) -> int:
 
 @deferred_operands.register
 def _operands_of_experts(experts: Experts, sizes: ActivationSizes) -> int:
-    # The rows, the results of the first product, and the gradients of both products.
-    return 2 * total(saved_storages(experts, sizes))
+    return total(saved_storages(experts, sizes)) + _allocated_operands(experts, sizes)
+
+
+def _allocated_operands(experts: Experts, sizes: ActivationSizes) -> int:
+    """Return the bytes of the operands of weight gradients that the backward pass allocates.
+
+    These are the gradient of the results, and the activation. The gradient of the first product takes the
+    memory of that product, or, without a gate, as much memory.
+    """
+    return _padded_rows(experts, sizes) * (experts.hidden + experts.inner) * sizes.itemsize
 
 
 def result_storage(mixture: Mixture, sizes: ActivationSizes) -> SavedStorage:
@@ -100,7 +108,7 @@ def transient_bytes(mixture: Mixture, sizes: ActivationSizes) -> tuple[int, int]
     after it.
     """
     settings, results = mixture.settings, result_storage(mixture, sizes).bytes
-    held = total(saved_storages(mixture.experts, sizes)) - results
+    held = _allocated_operands(mixture.experts, sizes) - results
     weights = 4 * _local_rows(mixture.layer_context, sizes) * settings.per_token
     most = held - (weights if settings.router_normalize else 0)
     left = held - total(saved_storages(mixture.router, sizes))

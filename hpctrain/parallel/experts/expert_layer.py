@@ -150,7 +150,10 @@ class Experts(MatmulLayer):
 
 
 class _ExpertsAutograd(torch.autograd.Function):
-    """Autograd function that saves the rows and the first product; it recomputes the activation."""
+    """Autograd function that saves the rows and the first product; it recomputes the activation.
+
+    The backward pass replaces the first product by its gradient, so a graph has one backward pass.
+    """
 
     @staticmethod
     @override
@@ -174,18 +177,17 @@ class _ExpertsAutograd(torch.autograd.Function):
         segments: Segments = ctx.segments
         rows, inner = (saved[0, 0] for saved in ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
+        activated = _activate(inner, experts.activation)
         activated_gradient = experts.multiply(output_gradient, experts.down, segments, transposed=True)
         inner_gradient = _activation_gradient(inner, activated_gradient, experts.activation)
-        del activated_gradient
+        del inner, activated_gradient
         rows_gradient = None
         if ctx.needs_input_grad[0]:
             rows_gradient = experts.multiply(inner_gradient, experts.gate_up, segments, transposed=True)
 
         def compute() -> None:
             audit = experts.layer_context.products.active_audit
-            activated = _activate(inner, experts.activation)
             add_grouped_gradient(output_gradient, activated, experts.down, segments, audit)
-            del activated
             add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments, audit)
             if experts.gate_up_bias is not None and experts.down_bias is not None:
                 columns = experts.bias_columns
@@ -194,7 +196,7 @@ class _ExpertsAutograd(torch.autograd.Function):
 
         queue = experts.layer_context.weight_gradients
         if queue.deferring:
-            queue.submit(compute, output_gradient, inner, inner_gradient, rows)
+            queue.submit(compute, output_gradient, activated, inner_gradient, rows)
         else:
             ctx.deferred_work.append(DeferredGradient(compute))
         return (rows_gradient, *(None for _ in ctx.needs_input_grad[1:]))
@@ -211,16 +213,23 @@ def _activate(inner: Tensor, activation: Activation) -> Tensor:
 
 
 def _activation_gradient(inner: Tensor, gradient: Tensor, activation: Activation) -> Tensor:
-    """Return the gradient of the input of `_activate` for the gradient [m, f] of its result."""
-    function, result = activation.function, torch.empty_like(inner)
+    """Return the gradient of the input of `_activate`, in the memory of `inner` or of `gradient`.
+
+    Args:
+        inner: Input of `_activate`. With a gate its memory receives the result.
+        gradient: Gradient [m, f] of the result of `_activate`. Without a gate its memory receives the result.
+        activation: Activation between the products.
+    """
+    function = activation.function
     if not activation.gated:
-        function.gradient(gradient, inner, result)
-        return result
+        function.gradient(gradient, inner, gradient)
+        return gradient
     gate, up = inner.chunk(2, dim=1)
-    gate_gradient, up_gradient = result.chunk(2, dim=1)
-    torch.mul(gradient, function.value(gate), out=up_gradient)
-    if activation.up_function is not None:
-        activation.up_function.gradient(up_gradient, up, up_gradient)
-        up = activation.up_function.value(up)
-    function.gradient(gradient * up, gate, gate_gradient)
-    return result
+    value, up_function = function.value(gate), activation.up_function
+    gate_gradient = gradient * (up if up_function is None else up_function.value(up))
+    if up_function is None:
+        torch.mul(gradient, value, out=up)
+    else:
+        up_function.gradient(gradient * value, up, up)
+    function.gradient(gate_gradient, gate, gate)
+    return inner
