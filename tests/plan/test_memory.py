@@ -214,10 +214,10 @@ def test_stages_of_as_many_blocks_hold_what_their_kinds_do(two_kinds: None) -> N
 
 
 def test_saved_tensors_have_gaps_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each further block adds a share of what it saves: 7% of a dense block, 60% of experts in 16 bits."""
+    """Each further block adds a share of what it saves: 7% of a dense block, 50% of experts in 16 bits."""
     monkeypatch.setattr("os.confstr", lambda _: "glibc 2.36")
     experts = ("model.experts.count=4", "precision.compute=bf16", "machine.prepared_product=0")
-    for keys, share in ((LLAMA, 0.07), ((*LLAMA, *experts, "machine.compile=true"), 0.6)):
+    for keys, share in ((LLAMA, 0.07), ((*LLAMA, *experts, "machine.compile=true"), 0.5)):
         few, many = (plan(1, *keys, f"model.layers={count}").stages[0].memory for count in (2, 8))
         growth = many.activation - few.activation
         assert many.other - few.other == pytest.approx(share * growth, rel=0.02)

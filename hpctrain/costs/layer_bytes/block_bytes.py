@@ -34,7 +34,7 @@ _GAPS = 1.4
 Storages above `LARGEST_KEPT` do not count: the C library returns them to the system.
 """
 
-_DENSE_SHARE, _TORCH_SHARE, _CONVERTED_SHARE, _PREPARED_SHARE = 0.07, 0.17, 0.35, 0.6
+_DENSE_SHARE, _TORCH_SHARE, _CONVERTED_SHARE, _PREPARED_SHARE = 0.07, 0.17, 0.35, 0.5
 """Freed memory between the tensors that a block saves, in units of the block's activations.
 
 A tensor that is freed between two that are saved leaves a gap in every block. A new tensor does not always
@@ -57,7 +57,7 @@ order of the shares:
     sequential dense      1.0 to 2.1  1.5 to 2.7  2.7               1.3 to 2.6
     torch's functions     1.6 to 2.8  2.2 to 5.2                    1.3 to 2.8, one model 4.6
     converted for norms   3.1         3.2 to 4.9                    1.8 to 2.7
-    experts in 16 bits    3.3 to 5.9  4.4 to 9.7  9.4               1.7 to 5.9
+    experts in 16 bits    3.3 to 5.9  3.5 to 7.8  9.4               1.7 to 5.9
 """
 
 _JOINED_FACTOR = 0.4

@@ -47,8 +47,8 @@ def planned_part(world: World, *keys: str) -> PartBytes:
         ((*LLAMA, *COMPILED, "model.norm_weight=none", *BF16), 0.35),
         ((*LLAMA, *COMPILED, "model.parallel_residual=two_norms"), 0.17),
         ((*LLAMA, *COMPILED, "model.experts.count=4"), 0.17),
-        ((*LLAMA, *COMPILED, "model.experts.count=4", *BF16), 0.6),
-        ((*LLAMA, *TORCH, "model.experts.count=4", *BF16), 1.2),
+        ((*LLAMA, *COMPILED, "model.experts.count=4", *BF16), 0.5),
+        ((*LLAMA, *TORCH, "model.experts.count=4", *BF16), 1.0),
     ],
 )
 def test_gaps_depend_on_what_a_block_frees_between_saved_tensors(
