@@ -183,10 +183,7 @@ def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 @gaps_between_tensors.register
 def _gaps_between_tensors_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    share = _share_of_gaps(block, sizes)
-    if not splits_freed_tensors():
-        share = max(_DENSE_SHARE, _JOINED_FACTOR * share)
-    return int(share * _heap_bytes(block, sizes))
+    return int(_share_of_gaps(block, sizes) * _heap_bytes(block, sizes))
 
 
 def _heap_bytes(block: TransformerBlock, sizes: ActivationSizes) -> int:
@@ -205,7 +202,8 @@ def _share_of_gaps(block: TransformerBlock, sizes: ActivationSizes) -> float:
         return _DENSE_SHARE
     else:
         share = _TORCH_SHARE
-    return share if attention.layer_context.functions.compiled else 2 * share
+    share *= 1 if attention.layer_context.functions.compiled else 2
+    return share if splits_freed_tensors() else max(_DENSE_SHARE, _JOINED_FACTOR * share)
 
 
 def _norms(block: TransformerBlock) -> list[Norm]:
