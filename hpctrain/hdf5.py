@@ -37,7 +37,9 @@ DAMAGE = (
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 """First bytes of every HDF5 file that hpctrain writes."""
 
-_PAGE_BYTES = 1 << 16
+_PAGE_BYTES = 1 << 12
+"""Size of a page in memory: headers are small and lie far apart, between the data of a file's datasets."""
+
 MAX_ATTRIBUTE_BYTES = 1 << 16
 """Largest size of an attribute in bytes; HDF5 cannot store larger ones in an object's header."""
 

@@ -37,23 +37,21 @@ class _ThreadBuffers(local):
 
 
 class _Keys:
-    """The keys of the positions of a piece, made as far as they are asked for: small tensors need few."""
+    """Keys of the positions of a piece. They are computed up to the largest position that was asked for."""
 
     def __init__(self) -> None:
-        self._known: Sums = np.empty(0, np.uint64)
+        # Pages that nothing has written to take no memory.
+        self._values: Sums = np.empty(PIECE, np.uint64)
+        self._computed = 0
 
     def first(self, count: int) -> Sums:
-        """Those of `count` positions or of more: splitmix64 of the position, made odd."""
-        known = self._known
-        if known.size >= count:
-            return known
-        keys = np.empty(-(-count // _KEYS) * _KEYS, np.uint64)
-        keys[: known.size] = known
-        for first in range(known.size, keys.size, _KEYS):
-            positions = np.arange(first + 1, first + _KEYS + 1, dtype=np.uint64)
-            keys[first : first + _KEYS] = mix(positions * np.uint64(GOLDEN)) | np.uint64(1)
-        self._known = keys
-        return keys
+        """Return the keys of at least the first `count` positions: splitmix64 of the position, made odd."""
+        while self._computed < count:
+            begin, end = self._computed, min(self._computed + _KEYS, PIECE)
+            positions = np.arange(begin + 1, end + 1, dtype=np.uint64)
+            self._values[begin:end] = mix(positions * np.uint64(GOLDEN)) | np.uint64(1)
+            self._computed = end
+        return self._values
 
 
 _memory = _ThreadBuffers()
@@ -71,6 +69,11 @@ def seeds(dataset: str, kind: str, shape: Index) -> Sums:
     base = np.array(int.from_bytes(blake2b(text, digest_size=8).digest(), "little"), np.uint64)
     sums: Sums = (np.arange(pieces(prod(shape)), dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * base
     return sums
+
+
+def working_bytes(elements: int) -> int:
+    """Return the bytes that `add` keeps for tensors of at most this many elements."""
+    return 8 * (min(elements, PIECE) + min(elements, _BATCH))
 
 
 def add(sums: Sums, words: Words, start: Index, shape: Index, whole: Index) -> None:

@@ -185,6 +185,11 @@ class Draft:
         checksum.add(sums[stored.pieces], words, piece.rectangle.start, piece.rectangle.shape, stored.shape)
 
 
+def saving_bytes(elements: int, item_bytes: int) -> int:
+    """Return the bytes that a rank needs to save tensors of at most this many elements: to check the file."""
+    return min(PIECE_BYTES, elements * item_bytes) + checksum.working_bytes(elements)
+
+
 def begin(
     path: Path,
     group: Group,

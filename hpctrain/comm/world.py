@@ -34,6 +34,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.rank_devices import RankDevice, device_problems
 from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
+from hpctrain.host.c_libraries import CompilerError
 from hpctrain.host.device import choose_device, device_of_run, on_host, prepare_device, visible_gpus
 from hpctrain.host.device_memory import peak_bytes, used_bytes
 from hpctrain.host.launcher import check_launched_size, find_contradictions
@@ -47,6 +48,7 @@ from hpctrain.host.mpi_library import (
     start_mpi,
 )
 from hpctrain.host.shared_memory_cleanup import SegmentMarker, mark_segments, remove_stale_segments
+from hpctrain.host.tensor_heap.tensor_heap import build_tensor_heap, install_tensor_heap
 from hpctrain.host.topology import Topology
 from hpctrain.units import Link, format_bytes
 
@@ -86,6 +88,7 @@ class World:
         everyone: Group of all ranks of this world.
         removed_segments: Files in /dev/shm that killed jobs had left and that this rank has removed.
         planned_bytes: Memory that this rank will use according to its plan, in bytes; 0 without a plan.
+        malloc_reason: Why some rank allocates tensors of its CPU by malloc; "" on GPUs, or if none does.
     """
 
     def __init__(self, communicator: MPI.Intracomm, parent: World | None = None) -> None:
@@ -119,6 +122,8 @@ class World:
         self._marker: SegmentMarker | None = None
         self.removed_segments: list[str] = []
         self.planned_bytes = 0
+        self.malloc_reason = ""
+        self._has_set_up_heap = False
         everyone = tuple(range(self.size))
         self.everyone: Group = self.groups.make(("world",), everyone, communicator, "mpi", self.device)
 
@@ -229,8 +234,36 @@ class World:
         self._compute_on(device, deterministic)
 
     def _compute_on(self, device: torch.device, deterministic: bool = True) -> None:
+        """Prepare this process for a device. Collective."""
         self.device = self.everyone.device = device
         prepare_device(device, deterministic)
+        if on_host(device) and not self._has_set_up_heap:
+            self._has_set_up_heap = True
+            with self._agreements.record(Call("set_up_tensor_heap")):
+                self._set_up_tensor_heap()
+
+    def _set_up_tensor_heap(self) -> None:
+        """Allocate the tensors of all ranks from heaps. Collective.
+
+        One rank of each node builds the library. Ranks without it allocate their tensors by malloc.
+        """
+        node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        library: bytes | None = None
+        problem = ""
+        if node.rank == 0:
+            try:
+                library = build_tensor_heap()
+            except CompilerError as error:
+                problem = str(error)
+        library = node.bcast(library)
+        node.Free()
+        if library is not None:
+            try:
+                install_tensor_heap(library)
+            except OSError as error:
+                problem = str(error)
+        problems = self.everyone.all_gather_object(problem)
+        self.malloc_reason = next(filter(None, problems), "")
 
     def compare_calls(self, enabled: bool) -> None:
         """Switch the comparison of calls between ranks on or off. Collective.

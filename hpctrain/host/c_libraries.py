@@ -1,4 +1,4 @@
-"""Shared libraries that a C compiler makes of C sources for this processor, and the cache of them.
+"""Shared libraries that a compiler makes of C or C++ sources for this processor, and the cache of them.
 
 A library is compiled for the processor on which it runs, and tried in another process, since a wrong one
 could end this process. Once tried, it is kept in the user's cache folder. The name of the file there depends
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -27,24 +28,12 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, read_bytes, user_cache
 from hpctrain.host.process_lifetime import kill_child
 
-COMPILERS = ("cc", "gcc", "clang")
-"""Commands that are looked for if $CC names none."""
-
 SECONDS = 120.0
 """Time limit of a compiler, and of the trial of a library."""
 
 MOST_BYTES = 64 << 20
 """Largest size of a file of the cache."""
 
-_FLAGS = (
-    "-O3",
-    "-std=gnu11",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-    "-fPIC",
-    "-shared",
-)
 _PROCESSOR_FLAGS = ("-march=native", "-mcpu=native")
 """Flags for the processor, of which the first one that a compiler knows is used. Those for ARM know only the
 second.
@@ -66,31 +55,67 @@ _END_WITH_PARENT = (
 """Program that becomes another one, which Linux kills when the rank that started it ends."""
 
 
+@dataclass(frozen=True)
+class Language:
+    """Programming language of a source, and how to compile it.
+
+    Attributes:
+        name: Name of the language in messages.
+        variable: Environment variable that names the compiler.
+        compilers: Commands that are looked for if the variable names none.
+        flags: Options of the compiler.
+    """
+
+    name: str
+    variable: str
+    compilers: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+_SHARED = ("-fPIC", "-shared")
+LANGUAGES = {
+    ".c": Language(
+        "C",
+        "CC",
+        ("cc", "gcc", "clang"),
+        ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", *_SHARED),
+    ),
+    ".cpp": Language("C++", "CXX", ("c++", "g++", "clang++"), ("-O2", "-std=c++20", *_SHARED)),
+}
+"""Languages by the suffix of their files."""
+
+
 class CompilerError(HpctrainError):
     """Error of `build_library`: there is no compiler, it fails, or the library does not run here."""
 
 
-def build_library(source: Path, program: Path, is_correct: Callable[[bytes], bool] = lambda _: True) -> bytes:
-    """Return the shared library of a C source for this processor, new and tried, or from the cache. Local.
+def build_library(
+    source: Path,
+    program: Path,
+    is_correct: Callable[[bytes], bool] = lambda _: True,
+    options: Sequence[str] = (),
+) -> bytes:
+    """Return the shared library of a source for this processor, new and tried, or from the cache. Local.
 
     Without a cache folder that can be written, the library is compiled each time.
 
     Args:
-        source: File of C.
+        source: File of C or C++.
         program: Program of Python that calls all functions of the library whose file is its argument.
         is_correct: Function that returns True if the results of a library are correct. It is called with a
             new library that was tried.
+        options: Options of the compiler beside those of the language. A library of the cache had the same.
 
     Raises:
         CompilerError: There is no compiler, it fails, or the library does not run or compute correctly.
     """
-    path = _cache_path(source, program)
+    path = _cache_path(source, program, options)
     with suppress(OSError):
         content = read_bytes(path, MOST_BYTES)
         library, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
         if path.stat().st_uid == os.geteuid() and hashlib.sha256(library).digest() == digest:
             return library
-    library = compile_library(source)
+    library = compile_library(source, os.environ, options)
     try_library(library, program)
     if not is_correct(library):
         raise CompilerError("the compiled library does not agree with torch")
@@ -103,36 +128,43 @@ def build_library(source: Path, program: Path, is_correct: Callable[[bytes], boo
 
 
 def build_packaged_library(
-    package: str, source: str, program: str, is_correct: Callable[[bytes], bool] = lambda _: True
+    package: str,
+    source: str,
+    program: str,
+    is_correct: Callable[[bytes], bool] = lambda _: True,
+    options: Sequence[str] = (),
 ) -> bytes:
-    """Return the library of a C file of a package, as `build_library` does.
+    """Return the library of a C or C++ file of a package, as `build_library` does.
 
     Args:
         package: Name of the package, such as "hpctrain.fault_checks".
-        source: Name of the C file in the package.
+        source: Name of the file in the package.
         program: Name of the Python file in the package that tries a library.
         is_correct: As in `build_library`.
+        options: As in `build_library`.
 
     Raises:
         CompilerError: There is no compiler, it fails, or the library does not run or compute correctly.
     """
     folder = files(package)
     with as_file(folder / source) as source_path, as_file(folder / program) as program_path:
-        return build_library(source_path, program_path, is_correct)
+        return build_library(source_path, program_path, is_correct, options)
 
 
-def _cache_path(source: Path, program: Path) -> Path:
+def _cache_path(source: Path, program: Path, options: Sequence[str]) -> Path:
     """Return the file of the cache for a library."""
-    compiler = find_compiler()
+    language = LANGUAGES[source.suffix]
+    compiler = find_compiler(os.environ, language)
     status = Path(compiler[0]).resolve().stat()
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         processor = "\n".join(sorted({line for line in lines if line.startswith(_PROCESSOR_FIELDS)}))
+    command = (*compiler, *language.flags, *options)
     parts = (
         source.read_bytes(),
         program.read_bytes(),
-        *map(str.encode, (*compiler, *_FLAGS, str(status.st_mtime_ns), str(status.st_size))),
+        *map(str.encode, (*command, str(status.st_mtime_ns), str(status.st_size))),
         platform.machine().encode(),
         processor.encode(),
     )
@@ -140,47 +172,56 @@ def _cache_path(source: Path, program: Path) -> Path:
     return user_cache() / "libraries" / f"{source.stem}-{digest[:32]}.so"
 
 
-def find_compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the command of the compiler: its path, and arguments that $CC adds.
+def find_compiler(
+    environment: Mapping[str, str] = os.environ, language: Language = LANGUAGES[".c"]
+) -> list[str]:
+    """Return the command of the compiler of a language: its path, and arguments that its variable adds.
 
     Args:
-        environment: Environment variables; $CC and $PATH are used.
+        environment: Environment variables; $PATH and the variable of the language, such as $CC, are used.
+        language: The language.
 
     Raises:
         CompilerError: There is none.
     """
-    given = environment.get("CC", "").strip()
-    for name in [given] if given else COMPILERS:
+    variable, missing = language.variable, f"no {language.name} compiler"
+    given = environment.get(variable, "").strip()
+    for name in [given] if given else language.compilers:
         try:
             words = shlex.split(name)
         except ValueError as error:
-            raise CompilerError(f"no C compiler: $CC = {name}: not a command: {error}") from error
+            raise CompilerError(f"{missing}: ${variable} = {name}: not a command: {error}") from error
         path = shutil.which(words[0], path=environment.get("PATH"))
         if path is not None:
             return [path, *words[1:]]
-    raise CompilerError(f"no C compiler: {given or ', '.join(COMPILERS)} not found")
+    raise CompilerError(f"{missing}: {given or ', '.join(language.compilers)} not found")
 
 
-def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the shared library of a C source for this processor, which is neither tried nor kept. Local.
+def compile_library(
+    source: Path, environment: Mapping[str, str] = os.environ, options: Sequence[str] = ()
+) -> bytes:
+    """Return the shared library of a source for this processor, which is neither tried nor kept. Local.
 
     It takes about a second, and leaves no file.
 
     Args:
-        source: File of C.
+        source: File of C or C++.
         environment: Environment variables of the compiler.
+        options: Options of the compiler beside those of the language.
 
     Raises:
         CompilerError: There is no compiler, or it fails.
     """
-    words = find_compiler(environment)
+    language = LANGUAGES[source.suffix]
+    words = find_compiler(environment, language)
     problem = ""
     try:
         _remove_old_folders()
         with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder:
             output = Path(folder) / "library.so"
             for processor in _PROCESSOR_FLAGS:
-                command = [*words, *_FLAGS, processor, "-o", str(output), str(source), "-lm"]
+                files = ["-o", str(output), str(source), *options, "-lm"]
+                command = [*words, *language.flags, processor, *files]
                 status, lines = _run(command, environment)
                 if status == 0:
                     return output.read_bytes()
@@ -225,17 +266,21 @@ def try_library(content: bytes, program: Path) -> None:
     raise CompilerError(f"the compiled library does not run on this processor: {problem[:200]}")
 
 
-def open_library(content: bytes) -> ctypes.CDLL:
+def open_library(content: bytes, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     """Load a library from memory, since folders of temporary files may forbid programs.
 
     Its file remains open: the loader identifies libraries by name, and would return it for another one.
+
+    Args:
+        content: The library.
+        mode: `ctypes.RTLD_GLOBAL` if `ctypes.CDLL(None)` shall have its functions.
 
     Raises:
         OSError: The library cannot be loaded.
     """
     file = _in_memory(content)
     try:
-        return ctypes.CDLL(f"/proc/self/fd/{file}")
+        return ctypes.CDLL(f"/proc/self/fd/{file}", mode)
     except OSError:
         os.close(file)
         raise

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.host.tensor_heap.tensor_heap import configures_malloc, release_tensor_heap
 from hpctrain.units import format_bytes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
@@ -82,11 +83,9 @@ def keep_freed_memory() -> bool:
     if the C library is not glibc.
 
     Returns:
-        True if this call makes the library keep freed memory; False otherwise, also if the user has
-        configured malloc.
+        True if the C library keeps freed memory from now on.
     """
-    own = any(name.startswith("MALLOC_") for name in os.environ)
-    if own or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not _is_glibc():
+    if configures_malloc(os.environ) or not _is_glibc():
         return False
     library = ctypes.CDLL(None)
     kept = library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
@@ -94,38 +93,23 @@ def keep_freed_memory() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Return the memory that the C library has kept to the system. Local.
+    """Return freed memory that the heap of tensors and the C library have kept to the system. Local.
 
     What a run frees before it builds its model, such as operands of measured kernels, lies between blocks
     of memory that remain. The tensors of a step do not fit there, so it would count as used to the end of the
-    process. Nothing happens with another C library than glibc.
+    process. No other C library than glibc returns its memory.
     """
+    release_tensor_heap()
     if sys.platform.startswith("linux") and _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def splits_freed_tensors() -> bool:
-    """Return True if small objects between freed tensors keep their memory apart: glibc before 2.38.
-
-    Torch aligns tensors to 64 bytes. glibc before 2.38 cuts fragments of less than 100 bytes off both ends of
-    an aligned allocation, and uses them for small objects (glibc bug 14581), such as nodes of autograd. These
-    exist until the end of the backward pass. Until then, glibc cannot join the memory of the freed tensors on
-    both sides, and a freed piece is too small for a new tensor of the same size, which needs alignment again.
-    """
-    version = re.match(r"glibc (\d+)\.(\d+)", _c_library())
-    return version is not None and (int(version[1]), int(version[2])) < (2, 38)
-
-
 def _is_glibc() -> bool:
-    return _c_library().startswith("glibc")
-
-
-def _c_library() -> str:
-    """Return name and version of the C library, such as "glibc 2.36"; "" if they are unknown."""
+    """Return True if the C library is glibc."""
     try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     except (AttributeError, ValueError, OSError):
-        return ""
+        return False
 
 
 def shared_resident_bytes() -> int:

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from hpctrain.checkpoint.draft import saving_bytes
 from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.checkpoint.snapshots import copies_held
 from hpctrain.comm.group import Group
@@ -18,7 +19,6 @@ from hpctrain.comm.transports.progress_counters import COPY_ROUND_BYTES, STAGED_
 from hpctrain.comm.transports.shared import SHARED_BYTES
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.layer_bytes import byte_functions
-from hpctrain.costs.layer_bytes.activation_sizes import total
 from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.costs.layer_bytes.prepared_products import prepared_bytes
 from hpctrain.costs.memory_account import MemoryAccount
@@ -34,6 +34,7 @@ from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
+from hpctrain.host.tensor_heap.tensor_heap import can_build_tensor_heap
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
@@ -45,6 +46,9 @@ from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.gpu_overhead import with_gpu_overhead
 from hpctrain.plan.step_on_meta import rehearse
 from hpctrain.sharding.state import MODEL
+
+MALLOC_GAPS = 0.25
+"""Freed memory that malloc keeps between tensors, as a part of activations; a heap of tensors keeps none."""
 
 REHEARSED_MICRO_BATCHES = 3
 """Without pipeline stages: a first, one between and a last one; more take no more memory."""
@@ -244,9 +248,11 @@ def plan_memory(
             if host.sharers > 1 and prod(summed) >= SHARED_BYTES:
                 other += STAGED_ROUNDS * COPY_ROUND_BYTES
         if on_host(device):
-            other += _allocator_gaps(parts, activation)
+            if not can_build_tensor_heap():
+                other += int(MALLOC_GAPS * activation)
             layers = (layer for part in parts for layer in part.part.layers)
             other += prepared_bytes(layers, parts[0].sizes, deck.machine.prepared_product)
+            other += _saving_bytes(stage)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(
@@ -359,6 +365,12 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
     return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.holder_position[1] for t in written))
 
 
+def _saving_bytes(stage: TrainedStage) -> int:
+    """Return the host memory that a rank needs to save a checkpoint, beside `_snapshot`."""
+    saved = [tensor.values for tensor in stage.state() if tensor.writes_checkpoint]
+    return max((saving_bytes(values.numel(), values.dtype.itemsize) for values in saved), default=0)
+
+
 def held_bytes(deck: Deck, stage: TrainedStage) -> int:
     """Host memory of the copies of all state that a run can go back to."""
     back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
@@ -371,29 +383,6 @@ def mirror_bytes(deck: Deck, stage: TrainedStage) -> int:
     if not deck.checkpoint.mirror:
         return 0
     return COPIES * sum(t.values.nbytes // t.holder_position[1] for t in stage.state() if t.writes_checkpoint)
-
-
-def _allocator_gaps(parts: Sequence[PartBytes], activation: int) -> int:
-    """Return the freed memory that a CPU's C library keeps between tensors, in bytes.
-
-    Part of it is free while the largest layer is computed. The rest lies between the saved tensors of layers.
-    It is planned for each saved byte of the layers that have such gaps, and scaled to the peak.
-
-    Args:
-        parts: Parts of a pipeline stage.
-        activation: Bytes that the stage saves for its backward passes, at their peak.
-    """
-    placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
-    largest = max(byte_functions.allocator_gaps(*each) for each in placed)
-    between = [byte_functions.gaps_between_tensors(*each) for each in placed]
-    if not any(between):
-        return largest
-    saved = (
-        total(byte_functions.saved_storages(*each))
-        for each, gaps in zip(placed, between, strict=True)
-        if gaps
-    )
-    return largest + activation * sum(between) // sum(saved)
 
 
 def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:

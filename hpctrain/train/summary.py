@@ -97,6 +97,8 @@ def introduction(
         )
     lines += describe_kernels(deck, engine.stage.layer_context.products.kernels)
     lines += describe_functions(deck, engine.stage.layer_context.functions)
+    if world.malloc_reason:
+        lines.append(f"tensors are allocated by malloc, which needs more memory: {world.malloc_reason}")
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += _sums(deck, engine) + _meetings(deck, engine) + _gathers(engine)

@@ -43,6 +43,11 @@ def test_the_compiler_is_found_and_may_fail(tmp_path: Path, monkeypatch: pytest.
         "quotation",
     ):
         find_compiler({"PATH": path, "CC": 'cc "'})
+    added, flags = tmp_path / "small.cpp", ["-DSEVEN=7", '-DLINKAGE=extern "C"']
+    added.write_text("LINKAGE int seven() { return SEVEN; }\n")
+    assert open_library(compile_library(added, options=flags)).seven() == 7
+    with pytest.raises(CompilerError, match=r"no C\+\+ compiler: magic-c\+\+ not found"):
+        compile_library(added, {"PATH": path, "CXX": "magic-c++", "CC": "cc"}, flags)
     # One that knows neither of the names of this processor, and one that knows the second.
     script = tmp_path / "cc"
     script.write_text(
@@ -66,7 +71,7 @@ def test_a_library_is_compiled_and_tried_once(tmp_path: Path, monkeypatch: pytes
     program.write_text("")
     compiled = []
     monkeypatch.setattr(
-        compiler, "compile_library", lambda source: compiled.append(source) or compile_library(source)
+        compiler, "compile_library", lambda source, *_: compiled.append(source) or compile_library(source)
     )
     libraries = [build_library(source, program) for _ in range(2)]
     assert libraries[0] == libraries[1]

@@ -20,7 +20,6 @@ from hpctrain.host.memory import (
     is_out_of_memory,
     memory_limits,
     obtainable_bytes,
-    splits_freed_tensors,
 )
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
@@ -192,17 +191,6 @@ def test_freed_memory_is_released_between_blocks_that_stay() -> None:
     done = subprocess.run([sys.executable, "-c", _RELEASED], capture_output=True, text=True, check=True)
     kept, released = map(int, done.stdout.split())
     assert kept < 1 << 20 < 60 << 20 < released  # of 64 MB, below a block that stays
-
-
-@pytest.mark.parametrize(
-    ("library", "splits"),
-    [("glibc 2.9", True), ("glibc 2.37", True), ("glibc 2.38", False), ("glibc 3.0", False), (None, False)],
-)
-def test_glibc_before_2_38_splits_freed_tensors(
-    library: str | None, splits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.confstr", lambda _: library)
-    assert splits_freed_tensors() is splits
 
 
 _FAULTS = """

@@ -5,12 +5,10 @@ from __future__ import annotations
 from hpctrain.costs.layer_bytes import feed_forward_bytes, mixture_bytes
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
 from hpctrain.costs.layer_bytes.byte_functions import (
-    allocator_gaps,
     core_peak_bytes,
     core_recompute_bytes,
     deferred_bytes,
     exchanged_bytes,
-    gaps_between_tensors,
     saved_storages,
     shared_bytes,
     unsaved_inputs,
@@ -18,53 +16,13 @@ from hpctrain.costs.layer_bytes.byte_functions import (
 )
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
-from hpctrain.host.memory import LARGEST_KEPT, splits_freed_tensors
 from hpctrain.model.attention.latent_attention import LatentAttention
-from hpctrain.model.attention.self_attention import Attention
 from hpctrain.model.block import FeedForward, TransformerBlock
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
-
-_GAPS = 1.4
-"""Freed memory that the C library keeps while a block is computed, in units of the block's activations.
-
-Storages above `LARGEST_KEPT` do not count: the C library returns them to the system.
-"""
-
-_DENSE_SHARE, _TORCH_SHARE, _CONVERTED_SHARE, _PREPARED_SHARE = 0.07, 0.17, 0.35, 0.5
-"""Freed memory between the tensors that a block saves, in units of the block's activations.
-
-A tensor that is freed between two that are saved leaves a gap in every block. A new tensor does not always
-fit there, so that the next block takes new memory.
-
-`_DENSE_SHARE` is that of sequential dense blocks, which free fewest such tensors. `_TORCH_SHARE` is that of
-parallel blocks, mixtures, latent attention and norms without a kernel. `_CONVERTED_SHARE` is for 16 bits if
-torch converts tensors to fp32 for norms. `_PREPARED_SHARE` is that of mixtures in 16 bits: oneDNN prepares
-products for new numbers of rows, and this memory lies between the tensors of blocks. Without compiled
-functions all shares but the first one double. The shares are those of glibc before 2.38; `_JOINED_FACTOR`
-converts them for other C libraries.
-
-A plan has `_GAPS` once and a share for each block: `_GAPS` + 10 `_DENSE_SHARE` = 2.1 for 10 sequential dense
-blocks. Measured was the same sum: the heap without the bytes that were allocated at their peak, in units of
-the activations of one block. The models had 8M to 100M parameters and compiled functions. The rows are in the
-order of the shares:
-
-    kind of block         glibc 2.36                                glibc 2.41
-                          6 blocks    10 blocks   16 to 20 blocks   10 blocks
-    sequential dense      1.0 to 2.1  1.5 to 2.7  2.7               1.3 to 2.6
-    torch's functions     1.6 to 2.8  2.2 to 5.2                    1.3 to 2.8, one model 4.6
-    converted for norms   3.1         3.2 to 4.9                    1.8 to 2.7
-    experts in 16 bits    3.3 to 5.9  3.5 to 7.8  9.4               1.7 to 5.9
-"""
-
-_JOINED_FACTOR = 0.4
-"""Factor for the shares if the C library can join the memory of freed tensors (see `splits_freed_tensors`).
-
-No share becomes smaller than `_DENSE_SHARE`.
-"""
 
 
 @saved_storages.register
@@ -174,56 +132,6 @@ def _exchanged_by_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
         return 0
     ranks = block.feed_forward.layer_context.expert.size
     return mixture_bytes.result_storage(block.feed_forward, sizes).bytes * (ranks - 1) // ranks
-
-
-@allocator_gaps.register
-def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    return int(_GAPS * _heap_bytes(block, sizes))
-
-
-@gaps_between_tensors.register
-def _gaps_between_tensors_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    return int(_share_of_gaps(block, sizes) * _heap_bytes(block, sizes))
-
-
-def _heap_bytes(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    """Return the bytes that a block saves in tensors that the C library keeps when they are freed."""
-    return total(each for each in saved_storages(block, sizes) if each.bytes <= LARGEST_KEPT)
-
-
-def _share_of_gaps(block: TransformerBlock, sizes: ActivationSizes) -> float:
-    """Return the freed memory between the tensors that a block saves, in units of its activations."""
-    attention, in_16_bits, norms = block.attention, sizes.itemsize < 4, _norms(block)
-    if in_16_bits and isinstance(block.feed_forward, Mixture):
-        share = _PREPARED_SHARE
-    elif in_16_bits and not all(norm.has_fast_function for norm in norms):
-        share = _CONVERTED_SHARE
-    elif _is_sequential_dense(block):
-        return _DENSE_SHARE
-    else:
-        share = _TORCH_SHARE
-    share *= 1 if attention.layer_context.functions.compiled else 2
-    return share if splits_freed_tensors() else max(_DENSE_SHARE, _JOINED_FACTOR * share)
-
-
-def _norms(block: TransformerBlock) -> list[Norm]:
-    """Return the norms of a block, without those of queries and keys."""
-    norms = (
-        block.attention_norm,
-        block.attention_output_norm,
-        block.feed_forward_norm,
-        block.feed_forward_output_norm,
-    )
-    return [norm for norm in norms if norm is not None]
-
-
-def _is_sequential_dense(block: TransformerBlock) -> bool:
-    """Return True for a sequential block with plain attention, one feed-forward layer and fast norms."""
-    attention = block.attention
-    if block.parallel or not isinstance(attention, Attention) or isinstance(block.feed_forward, Mixture):
-        return False
-    fast = attention.norm is None or not (attention.norm.joint or attention.norm.centered)
-    return fast and all(norm.has_fast_function for norm in _norms(block))
 
 
 @shared_bytes.register

@@ -72,21 +72,6 @@ def exchanged_bytes(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG00
 
 
 @singledispatch
-def allocator_gaps(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
-    """Return the freed bytes that the C library does not return to the system while a layer is computed.
-
-    A plan takes the maximum over the layers.
-    """
-    return 0
-
-
-@singledispatch
-def gaps_between_tensors(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
-    """Return the bytes of freed memory that the C library keeps between the saved tensors of a layer."""
-    return 0
-
-
-@singledispatch
 def unknown_reason(layer: Layer, sizes: ActivationSizes) -> str | None:  # noqa: ARG001
     """Return why it is unknown what autograd saves, or None if it is known."""
     return None

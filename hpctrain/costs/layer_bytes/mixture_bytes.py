@@ -130,10 +130,13 @@ def _dispatched_rows(experts: Experts, sizes: ActivationSizes) -> int:
 
 
 def _padded_rows(experts: Experts, sizes: ActivationSizes) -> int:
-    """Return the number of rows of this rank's experts, with padding."""
+    """Return the number of rows of this rank's experts, with half a unit of padding for each expert.
+
+    That is the mean of the padding if loads differ, as they do after some steps.
+    """
     rows = _dispatched_rows(experts, sizes) * experts.layer_context.expert_tensor.size
-    unit = ROW_UNIT if sizes.itemsize == 2 and not sizes.gpu else 1
-    return rows if unit == 1 else experts.local * (-(-rows // (experts.local * unit)) * unit)
+    is_padded = sizes.itemsize == 2 and not sizes.gpu
+    return rows + experts.local * ROW_UNIT // 2 if is_padded else rows
 
 
 def _expanded_features(experts: Experts) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from math import ceil, inf
 
 from hpctrain.deck.schema import Deck
-from hpctrain.host.device import on_host
 from hpctrain.memory.recompute import segment_size
 from hpctrain.plan.search.form import Form, ParameterCounts
 from hpctrain.plan.search.least_bytes import MicroBytes
@@ -57,7 +56,6 @@ class Coarse:
             held = (alive * unit + blocks * states for alive, blocks in loads)
             return max(mean, min(map(self._needs.of_mean_rank, held), default=inf))
         besides = min(each.saved - each.input for each in kinds) if computed else 0
-        besides += min(each.holes for each in kinds) if on_host(kept.device) else 0
         loads = self._loads_of(deck, at, whole=True)
         held = (alive * unit + blocks * states + (besides if blocks else 0) for alive, blocks in loads)
         return max(mean, min((self._needs.libraries + each for each in held), default=inf))

@@ -40,7 +40,7 @@ class MicroBatchBytes:
     """Bytes of one micro-batch in one layer: of what is `saved` of it, those that are `staying` until its
     backward if it is not computed again, and those that are `present` besides while it computes; what of its
     `input` it saves; what its weight gradients hold where they come later, and what is there `besides` while
-    these come; what it computes in, and what holes it leaves.
+    these come; what it computes in.
     """
 
     saved: int
@@ -50,7 +50,6 @@ class MicroBatchBytes:
     deferred: int
     besides: int
     workspace: int
-    holes: int
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,7 @@ class MicroBytes:
         gone = sum(each.saved for layer, each in kept if layer.is_last)
         passing = max(each.workspace - (gone if layer.is_block else 0) for layer, each in kept)
         ways = (receives_ahead(self.device) + 1) * neighbours
-        holes = max(each.holes for _, each in kept) if on_host(self.device) else 0
-        return ways * self.hidden + max(0, passing) + holes + matmul_workspace_bytes(self.device)
+        return ways * self.hidden + max(0, passing) + matmul_workspace_bytes(self.device)
 
 
 class LayerBytes:
@@ -221,8 +219,8 @@ def _kept(deck: Deck, layer: Layer, part: PartBytes) -> MicroBatchBytes:
         kept = packed if deck.memory.activations == "keep" else 0
         staying, present, later = stays + kept, computed - kept, byte_functions.deferred_bytes(layer, sizes)
         first = saved[0].bytes if saved[0] == part.hidden else 0
-    passing, gaps = byte_functions.workspace_bytes(layer, sizes), byte_functions.allocator_gaps(layer, sizes)
-    return MicroBatchBytes(whole, staying, present, first, *later, passing, gaps)
+    workspace = byte_functions.workspace_bytes(layer, sizes)
+    return MicroBatchBytes(whole, staying, present, first, *later, workspace)
 
 
 def _few(layers: Sequence[LayerSizes]) -> int:

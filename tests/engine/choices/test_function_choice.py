@@ -239,7 +239,7 @@ def test_what_would_end_the_job_is_not_called(
 ) -> None:
     deck, wrong = small_deck(COMPILE), trapping("attend")
     monkeypatch.setattr(module, "compile_functions", compile_functions)
-    monkeypatch.setattr(compiler, "compile_library", lambda _: wrong)
+    monkeypatch.setattr(compiler, "compile_library", lambda *_: wrong)
     monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
     found = functions_of(choose_functions(deck, world), CPU)
     assert not found.compiled
@@ -252,7 +252,7 @@ def test_wrong_results_are_not_used(
 ) -> None:
     activate, deck = CompiledFunctions.activate, small_deck(AUTO)
     monkeypatch.setattr(module, "compile_functions", compile_functions)
-    monkeypatch.setattr(compiler, "compile_library", lambda _: library)
+    monkeypatch.setattr(compiler, "compile_library", lambda *_: library)
     monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
     with monkeypatch.context() as wrong:
         wrong.setattr(CompiledFunctions, "activate", lambda *x, **named: activate(*x, **named) * 1.1)

@@ -1,0 +1,1 @@
+"""Heap from which torch allocates the tensors of a CPU, instead of malloc."""
