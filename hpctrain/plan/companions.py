@@ -99,7 +99,7 @@ def plan_run_memory(
     cache, least = (plan.bytes for plan in plans)
     stages = []
     for each in plan.stages:
-        joined = replace(each, memory=replace(each.memory, cache=cache), least_cache=least)
+        joined = replace(each, memory=replace(each.memory, cache=cache), least_cache_bytes=least)
         for other in beside:
             joined = _joined(joined, other.name, other.of_stage(each.stage, len(plan.stages)))
         stages.append(joined)
@@ -121,22 +121,24 @@ def plan_run_memory(
 
 def _joined(stage: StageMemory, name: str, other: StageMemory) -> StageMemory:
     """What a rank holds that holds both."""
-    one, two, kept = stage.memory, other.memory, stage.kept + other.kept
-    passing = max(stage.passing, other.passing)
+    one, two, kept = stage.memory, other.memory, stage.state_copy_bytes + other.state_copy_bytes
+    passing = max(stage.reused_buffer_bytes, other.reused_buffer_bytes)
     memory = replace(
         one,
         parameter=one.parameter + two.parameter,
         gradient=one.gradient + two.gradient,
         optimizer=one.optimizer + two.optimizer,
         activation=max(one.activation, two.activation),
-        buffer=one.buffer - stage.passing + two.buffer - other.passing + passing,
-        other=max(one.other - stage.kept, two.other - other.kept) + kept,
+        buffer=one.buffer - stage.reused_buffer_bytes + two.buffer - other.reused_buffer_bytes + passing,
+        other=max(one.other - stage.state_copy_bytes, two.other - other.state_copy_bytes) + kept,
         runtime=max(one.runtime, two.runtime),
         fragmented=max(one.fragmented, two.fragmented),
     )
     held = two.parameter + two.gradient + two.optimizer
-    beside = {**stage.beside, name: held}
-    return replace(stage, memory=memory, passing=passing, kept=kept, beside=beside)
+    beside = {**stage.auxiliary_bytes, name: held}
+    return replace(
+        stage, memory=memory, reused_buffer_bytes=passing, state_copy_bytes=kept, auxiliary_bytes=beside
+    )
 
 
 def _reward_models(deck: Deck, ranks: int, ranks_per_node: int) -> list[StageMemory]:

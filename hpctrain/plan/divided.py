@@ -41,7 +41,7 @@ def build_seat_within_memory(
             plan = plan_run_memory(planned.with_runtime_choices(own.runtime_choices), *numbers, *placed)
     plan = world.everyone.broadcast_object(plan)
     assert isinstance(plan, MemoryPlan)
-    here = plan.stages[seat.stage].needed
+    here = plan.stages[seat.stage].required_bytes
     more = "use more ranks in policy.critic_ranks or reference_ranks to reduce it"
     overruled = "--set machine.memory=SIZE overrides the limit"
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: f"{more}; {overruled}")

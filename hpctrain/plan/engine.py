@@ -51,7 +51,7 @@ def build_within_memory(
     assert deck.model.vocabulary is not None
     numbers = world.size, deck.model.vocabulary, libraries, world.topology.ranks_per_node
     plan = plan_run_memory(planned, *numbers, spec.placement.split, spec.schedule)
-    here = plan.stages[mesh.coordinate("pipeline")].needed
+    here = plan.stages[mesh.coordinate("pipeline")].required_bytes
 
     def advice(room: Room) -> str:
         savings = find_savings(

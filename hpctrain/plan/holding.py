@@ -128,9 +128,9 @@ class Holding:
         (most, together), shared = limit, self.shared(deck)
         reserve = 0.0 if on_cpu else SEARCH_RESERVE
         if not self.kinds:
-            return Room(host, together, memory.node_bytes(together, shared), most, reserve)
+            return Room(host, together, memory.max_node_bytes(together, shared), most, reserve)
         rooms = []
-        for number, needed in enumerate(memory.bytes_of_nodes(together, shared)):
+        for number, needed in enumerate(memory.bytes_by_node(together, shared)):
             name, size = self._kind_of(number * together // self.together(deck))
             own = MemoryLimit(most.pool, min(most.bytes, int(size * together)), "of memory")
             rooms.append(Room(f"a node of {name}", together, needed, own, reserve))

@@ -1,11 +1,13 @@
-"""The memory that every rank of a deck will hold, told from the deck alone."""
+"""Prediction of the memory of every rank, from the deck alone."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +16,7 @@ from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.checkpoint.snapshots import copies_held
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
-from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
+from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.progress_counters import COPY_ROUND_BYTES, STAGED_ROUNDS
 from hpctrain.comm.transports.shared import SHARED_BYTES
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
@@ -24,77 +26,88 @@ from hpctrain.costs.layer_bytes.prepared_products import prepared_bytes
 from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.costs.reduction_bytes import synchronizer_bytes
-from hpctrain.costs.update_bytes import cell_state_elements, state_per_element, update_bytes
+from hpctrain.costs.update_bytes import update_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.planned_stage import PipelinePosition
 from hpctrain.engine.stages.stage import StageBuilder, TrainedStage, build_trained_stage
-from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.host.tensor_heap.tensor_heap import can_build_tensor_heap
-from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.pipeline.action import Schedule, accumulation
+from hpctrain.model.part import Layer
+from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.gpu_overhead import with_gpu_overhead
-from hpctrain.plan.step_on_meta import rehearse
+from hpctrain.plan.stages_on_meta import build_stage_on_meta
 from hpctrain.sharding.state import MODEL
 
 MALLOC_GAPS = 0.25
 """Freed memory that malloc keeps between tensors, as a part of activations; a heap of tensors keeps none."""
 
-REHEARSED_MICRO_BATCHES = 3
-"""Without pipeline stages: a first, one between and a last one; more take no more memory."""
-
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What every rank of one pipeline stage holds: blocks, elements of parameters that lie there, bytes.
+    """Predicted memory of each rank of one pipeline stage, or of the ranks of one role.
 
-    Parameters that `sharers` ranks of a node have in common are counted in parts, as large for each.
-    `exchanged` are the bytes that it sends to other ranks' experts and back in a step, where all have as many
-    rows. Of buffers `passing` ones, and of `other` what is not `kept`, serve all models of a run in turn.
-    `beside` is what models hold, by name, beside the one that is trained; of a cache it can do with
-    `least_cache`.
+    Attributes:
+        stage: Number of the stage.
+        blocks: Number of transformer blocks of the stage.
+        parameters: Number of parameters of the stage on a tensor rank, without padding. ZeRO may split them.
+        memory: Bytes by kind, those of auxiliary models included.
+        exchanged_bytes: Bytes that a rank sends to experts of other ranks and back in a step, if the loads of
+            all experts are equal.
+        sharers: Number of ranks of a node that have the parameters in common. Each counts an equal part.
+        reused_buffer_bytes: Part of `memory.buffer` that the models of a run use one after the other.
+        state_copy_bytes: Part of `memory.other` for copies of the state. Each model of a run has its own.
+        auxiliary_bytes: Bytes of parameters, gradients and optimizer state of each auxiliary model, by name.
+        least_cache_bytes: Smallest size of the key and value cache with which the rank can generate.
     """
 
     stage: int
     blocks: int
     parameters: int
     memory: MemoryAccount
-    exchanged: int = 0
+    exchanged_bytes: int = 0
     sharers: int = 1
-    passing: int = 0
-    kept: int = 0
-    beside: Mapping[str, int] = field(default_factory=dict)
-    least_cache: int = 0
+    reused_buffer_bytes: int = 0
+    state_copy_bytes: int = 0
+    auxiliary_bytes: Mapping[str, int] = field(default_factory=dict)
+    least_cache_bytes: int = 0
 
     @property
-    def needed(self) -> int:
-        """What it cannot do without."""
-        return replace(self.memory, cache=min(self.memory.cache, self.least_cache)).total
+    def required_bytes(self) -> int:
+        """Bytes without which a rank cannot run: those of `memory`, with the smallest possible cache."""
+        return replace(self.memory, cache=min(self.memory.cache, self.least_cache_bytes)).total
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
-        here: dict[str, object] = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
-        counted = {"exchanged_bytes": self.exchanged, "sharers": self.sharers}
-        beside = {"beside_bytes": dict(self.beside)} if self.beside else {}
-        return here | self.memory.row() | counted | beside
+        row: dict[str, object] = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
+        row |= self.memory.row()
+        row |= {"exchanged_bytes": self.exchanged_bytes, "sharers": self.sharers}
+        return row | ({"beside_bytes": dict(self.auxiliary_bytes)} if self.auxiliary_bytes else {})
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of all ranks. `sizes` are ranks by axis, `parameters_total` is without padding, as is
-    `parameters_active`, those that a token meets. Where ranks have `roles`, names and numbers of
-    ranks, these are the stages, and `sizes` those of the workers. Activations that are not known, of a module
-    that users bring, are in no sum; `unknown` is why.
+    """Predicted memory of all ranks.
+
+    Attributes:
+        parameters_total: Number of parameters of the model, without padding.
+        parameters_active: Number of parameters that a token uses.
+        sizes: Number of ranks along each axis; with servers, of the workers.
+        zero_group: Number of ranks over which ZeRO splits.
+        schedule: Name of the pipeline schedule.
+        micro_batches: Number of micro-batches of a data rank in a step.
+        stages: Memory of the pipeline stages, in their order; if ranks have roles, of each role.
+        roles: Names of the roles and their numbers of ranks, such as ("servers", 2); empty without roles.
+        unknown_reason: Explanation why the activations of a stage are not known, as for some modules of
+            users. Then no account includes those of this stage and of later ones. None if all are known.
     """
 
     parameters_total: int
@@ -105,55 +118,56 @@ class MemoryPlan:
     micro_batches: int
     stages: tuple[StageMemory, ...]
     roles: tuple[tuple[str, int], ...] = ()
-    unknown: str | None = None
+    unknown_reason: str | None = None
 
     @property
     def activations_known(self) -> bool:
-        """Whether they are."""
-        return self.unknown is None
+        """True if the memory of activations is known for all stages."""
+        return self.unknown_reason is None
 
     @property
-    def ranks(self) -> list[int]:
-        """How many each stage has."""
+    def ranks_per_stage(self) -> list[int]:
+        """Number of ranks of each of `stages`."""
         if self.roles:
             return [count for _, count in self.roles]
         return [rank_count(self.sizes) // len(self.stages)] * len(self.stages)
 
     @property
     def largest(self) -> StageMemory:
-        """The stage whose ranks hold most."""
+        """Stage whose ranks need most memory."""
         return max(self.stages, key=lambda stage: stage.memory.total)
 
-    def node_bytes(self, ranks: int, shared: int = 0) -> int:
-        """What the `ranks` ranks of one node hold together, on the node that holds most; what they have in
-        common, `shared` bytes, counts once.
+    def max_node_bytes(self, ranks_per_node: int, shared_bytes: int = 0) -> int:
+        """Return the bytes of the node that needs most. The arguments are those of `bytes_by_node`."""
+        return max(self.bytes_by_node(ranks_per_node, shared_bytes))
+
+    def bytes_by_node(self, ranks_per_node: int, shared_bytes: int = 0) -> list[int]:
+        """Return the bytes that the ranks of each node require together, in the order of ranks.
+
+        Args:
+            ranks_per_node: Number of consecutive ranks that share a node, or another limit of memory.
+            shared_bytes: Bytes of each rank that all ranks of a node have in common, such as the code of
+                libraries. They count once.
         """
-        return max(self.bytes_of_nodes(ranks, shared))
-
-    def bytes_of_nodes(self, ranks: int, shared: int = 0) -> list[int]:
-        """As `node_bytes`, of each node in the order of ranks."""
-        of_ranks = [stage.needed for stage, n in zip(self.stages, self.ranks, strict=True) for _ in range(n)]
-        nodes = (of_ranks[first : first + ranks] for first in range(0, len(of_ranks), ranks))
-        return [sum(node) - shared * (len(node) - 1) for node in nodes]
-
-    @property
-    def _not_known(self) -> dict[str, object]:
-        """What a row tells as not known."""
-        return {} if self.activations_known else {"activation_bytes": None}
+        counts = zip(self.stages, self.ranks_per_stage, strict=True)
+        by_rank = [stage.required_bytes for stage, ranks in counts for _ in range(ranks)]
+        nodes = (by_rank[first : first + ranks_per_node] for first in range(0, len(by_rank), ranks_per_node))
+        return [sum(node) - shared_bytes * (len(node) - 1) for node in nodes]
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
+        unknown = {} if self.activations_known else {"activation_bytes": None}
         return {
             "parameters_total": self.parameters_total,
             "parameters_active": self.parameters_active,
-            "ranks": sum(self.ranks),
+            "ranks": sum(self.ranks_per_stage),
             "layout": dict(self.sizes),
             **({"roles": dict(self.roles)} if self.roles else {}),
             "zero_group": self.zero_group,
             "schedule": self.schedule,
             "micro_batches": self.micro_batches,
-            "stages": [stage.row() | self._not_known for stage in self.stages],
-            **({} if self.unknown is None else {"activations_unknown": self.unknown}),
+            "stages": [stage.row() | unknown for stage in self.stages],
+            **({} if self.activations_known else {"activations_unknown": self.unknown_reason}),
         }
 
 
@@ -161,201 +175,328 @@ def plan_memory(
     deck: Deck,
     ranks: int,
     vocabulary: int,
-    libraries: int = 0,
+    library_bytes: int = 0,
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
-    build: StageBuilder = build_trained_stage,
 ) -> MemoryPlan:
-    """What `ranks` ranks of a deck will hold. Allocates nothing of the model.
+    """Return the predicted memory of the model that a deck trains, without its auxiliary models. Local.
 
-    `libraries` are the bytes that a process holds without a model; `split` the blocks of every part and
-    `schedule` that of a whole step, where a run has measured first; `build` as in `plan_stage`.
-    Raises HpctrainError as a run would, and where the deck asks for nodes without `ranks_per_node`.
+    Nothing of the model is allocated.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks.
+        vocabulary: Number of token ids of the model.
+        library_bytes: Bytes of a process without a model; 0 on a GPU.
+        ranks_per_node: Number of ranks of a node. By default it is that of the deck, or else all ranks.
+        split: Number of blocks of each pipeline part. By default parts are balanced by FLOPs.
+        schedule: Schedule of a complete step. By default it follows from the deck.
+
+    Raises:
+        HpctrainError: A run of the deck would fail with the same error, or the deck depends on the number of
+            ranks per node, which is missing.
     """
-    sizes = axis_sizes(deck, ranks)
-    architecture = architecture_of(deck, vocabulary)
-    between = f"communication.{deck.communication.compress}.between"
-    nodes = {"layout.zero_group": "node"} | ({between: "nodes"} if deck.communication.compression else {})
-    asking = [key for key, value in nodes.items() if deck.value(key) == value]
-    if asking and ranks_per_node is None:
-        needed = "the number of ranks per node is missing: add --ranks-per-node N"
-        raise HpctrainError(deck.problem(asking[0], needed))
-    passes = micro_batches(deck, sizes["data"])
-    if schedule is None or split is None:
-        placement = place_by_flops(deck, architecture, sizes["data"])
-        schedule = placement.schedule_of(passes) if schedule is None else schedule
-        split = placement.split if split is None else split
-    counts = split
-    device = device_kind(deck.run.device)
-    _, *kinds, _ = layer_kinds(architecture)
-    on_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node
-    per_node, transport = on_node or ranks, deck.communication.requested_transport
+    planner = MemoryPlanner(deck, ranks, vocabulary, ranks_per_node, split, schedule)
+    return planner.plan(library_bytes)
 
-    def planned_mesh(number: int, place: int = 0) -> PlannedMesh:
-        audited: ReductionBytes | None = None
-        if deck.stability.corruption == "full":
-            from hpctrain.audit.audited_reduction import audited_scratch_bytes as audited
-        calls = PlannedCalls(reduction_bytes=audited)
-        return PlannedMesh(sizes, number, per_node, device, place, transport, calls)
 
-    planned: dict[object, tuple[TrainedStage, MemoryAccount, Sequence[Group]]] = {}
-    stages, of_stage = [], rank_count(sizes) // schedule.stage_count
-    unknown: str | None = None
-    for number in range(schedule.stage_count):
-        spans = layer_ranges(schedule, counts, number)
-        # Stages in the middle differ, if at all, in the micro-batches whose activations they hold, and in how
-        # they lie where nodes cut stages.
-        begins = number * of_stage % per_node if of_stage % per_node and per_node % of_stage else 0
-        kind: object = begins, tuple((*kinds[s.first : s.last], s.has_embedding, s.has_head) for s in spans)
-        if deck.model.has_frozen_parameters or deck.model.module is not None:
-            kind = number
-        if kind not in planned:
-            mesh = planned_mesh(number)
-            stage = plan_stage(
-                deck, architecture, mesh, PipelinePosition(schedule, counts, number), device, build
-            )
-            place = loneliest_place(stage, sizes, number, per_node) or fullest_place(
-                deck, stage, sizes, number
-            )
-            if place:
-                mesh = planned_mesh(number, place)
-                stage = plan_stage(
-                    deck, architecture, mesh, PipelinePosition(schedule, counts, number), device, build
-                )
-            if deck.layout.zero > 1:
-                alone = schedule.stage_count == 1
-                step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule
-                for _ in range(2):  # the second step gathers ahead, in the order of the first
-                    rehearse(stage, deck.memory.recompute, step, number)
-            planned[kind] = stage, _states(deck, stage, device), _communicating(deck, mesh)
-        stage, states, groups = planned[kind]
-        parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
-        unknown = next((part.unknown_reason for part in parts if part.unknown_reason), unknown)
-        used = sum(bucket.layout.used_length for bucket in stage.buckets)
-        senders = {number - 1, number + 1} & set(range(schedule.stage_count))
-        # Hidden states and their gradients on their way between stages.
-        buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes
-        kept = 0
-        activation = activation_peak(deck, parts, schedule.stages[number]) if unknown is None else 0
-        other = libraries + matmul_workspace_bytes(device) + _workspace(deck, parts)
-        halves = parts[0].sizes.itemsize < torch.float32.itemsize and deck.communication.half_sums == "fp32"
-        if on_host(device) or halves:
-            # What the sum of an input gradient receives, while the weight gradient is computed.
-            summed = parts[0].sizes.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].sizes.itemsize
-            host = stage.layer_context.tensor.host
-            buffer += host.scratch_bytes(*summed, deck.layout.sequence_parallel)
-            if host.sharers > 1 and prod(summed) >= SHARED_BYTES:
-                other += STAGED_ROUNDS * COPY_ROUND_BYTES
+class _BuiltStage(NamedTuple):
+    """Pipeline stage without memory, and what follows from it for all stages that are built equally.
+
+    Attributes:
+        stage: The stage.
+        account: Account of its parameters, gradients, optimizer state and reused buffers.
+        groups: Groups through which its ranks send tensors.
+    """
+
+    stage: TrainedStage
+    account: MemoryAccount
+    groups: Sequence[Group]
+
+
+class MemoryPlanner:
+    """Predicts the memory of the ranks that train one model.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks.
+        vocabulary: Number of token ids of the model.
+        ranks_per_node: As in `plan_memory`.
+        split: As in `plan_memory`.
+        schedule: As in `plan_memory`.
+        build: Function that builds a stage.
+
+    Raises:
+        HpctrainError: As in `plan_memory`.
+    """
+
+    def __init__(
+        self,
+        deck: Deck,
+        ranks: int,
+        vocabulary: int,
+        ranks_per_node: int | None = None,
+        split: Sequence[int] | None = None,
+        schedule: Schedule | None = None,
+        build: StageBuilder = build_trained_stage,
+    ) -> None:
+        self._deck, self._ranks, self._build = deck, ranks, build
+        self._sizes = axis_sizes(deck, ranks)
+        self._architecture = architecture_of(deck, vocabulary)
+        if ranks_per_node is None:
+            _refuse_node_keys(deck)
+        machine = deck.machine
+        self._ranks_per_node = ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks
+        self._micro_batches = micro_batches(deck, self._sizes["data"])
+        if schedule is None or split is None:
+            placement = place_by_flops(deck, self._architecture, self._sizes["data"])
+            schedule = placement.schedule_of(self._micro_batches) if schedule is None else schedule
+            split = placement.split if split is None else split
+        self._schedule, self._split = schedule, split
+        self._device = device_kind(deck.run.device)
+        _, *self._block_kinds, _ = layer_kinds(self._architecture)
+        self._built_stages: dict[object, _BuiltStage] = {}
+
+    def plan(self, library_bytes: int = 0) -> MemoryPlan:
+        """Return the predicted memory of all ranks. Local.
+
+        Args:
+            library_bytes: Bytes of a process without a model; 0 on a GPU.
+        """
+        deck, stages, unknown_reason = self._deck, list[StageMemory](), None
+        built_stages = [self._build_stage(number) for number in range(self._schedule.stage_count)]
+        for number, built in enumerate(built_stages):
+            parts = part_bytes(deck, built.stage.models, not on_host(self._device), deck.memory.recompute)
+            reasons = (part.unknown_reason for part in parts)
+            unknown_reason = next(filter(None, reasons), unknown_reason)
+            activation = 0
+            if unknown_reason is None:
+                activation = activation_peak(deck, parts, self._schedule.stages[number])
+            stages.append(self._stage_memory(number, built, parts, activation, library_bytes))
+        numbers = count(self._architecture)
+        return MemoryPlan(
+            parameters_total=numbers.parameters,
+            parameters_active=numbers.active_parameters,
+            sizes=self._sizes,
+            zero_group=built_stages[-1].stage.buckets[0].sharding.group.size,
+            schedule=self._schedule.name,
+            micro_batches=self._micro_batches,
+            stages=tuple(stages),
+            unknown_reason=unknown_reason,
+        )
+
+    def _stage_memory(
+        self,
+        number: int,
+        built: _BuiltStage,
+        parts: Sequence[PartBytes],
+        activation: int,
+        library_bytes: int,
+    ) -> StageMemory:
+        """Return the memory of the ranks of a stage.
+
+        Args:
+            number: Number of the stage.
+            built: The stage without memory.
+            parts: Saved bytes of its model parts.
+            activation: Bytes of its activations, at their peak.
+            library_bytes: Bytes of a process without a model.
+        """
+        deck, device, (stage, account, groups) = self._deck, self._device, built
+        buffer, other = self._message_bytes(number, parts), library_bytes + matmul_workspace_bytes(device)
+        scratch, staged = _input_gradient_reduction_bytes(deck, stage, parts[0], device)
+        buffer += scratch
+        other += staged + _workspace_bytes(deck, parts)
+        copies = 0
         if on_host(device):
             if not can_build_tensor_heap():
                 other += int(MALLOC_GAPS * activation)
-            layers = (layer for part in parts for layer in part.part.layers)
-            other += prepared_bytes(layers, parts[0].sizes, deck.machine.prepared_product)
+            other += prepared_bytes(_layers_of(parts), parts[0].sizes, deck.machine.prepared_product)
             other += _saving_bytes(stage)
-            kept = _snapshot(deck, stage) + held_bytes(deck, stage)
-            kept += mirror_bytes(deck, stage) if ranks > per_node else 0
+            copies = self._state_copy_bytes(stage)
         memory = replace(
-            states,
-            parameter=states.parameter
-            + planned_converted_bytes(layer for part in parts for layer in part.part.layers),
+            account,
+            parameter=account.parameter + planned_converted_bytes(_layers_of(parts)),
             activation=activation,
-            buffer=states.buffer + buffer,
-            other=other + kept,
+            buffer=account.buffer + buffer,
+            other=other + copies,
         )
-        memory = memory if on_host(device) else with_gpu_overhead(memory, groups, transport)
-        forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
-        exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
-        sharers = max(bucket.sharers for bucket in stage.buckets)
-        blocks = sum(span.blocks for span in spans)
-        passing = buffer + synchronizer_bytes(stage.synchronizer)
-        stages.append(StageMemory(number, blocks, used, memory, exchanged, sharers, passing, kept))
-    zero_group = stage.buckets[0].sharding.group.size
-    numbers = count(architecture)
-    totals = numbers.parameters, numbers.active_parameters
-    return MemoryPlan(*totals, sizes, zero_group, schedule.name, passes, tuple(stages), unknown=unknown)
+        if not on_host(device):
+            memory = with_gpu_overhead(memory, groups, deck.communication.requested_transport)
+        return StageMemory(
+            stage=number,
+            blocks=sum(part.part.span.blocks for part in parts),
+            parameters=sum(bucket.layout.used_length for bucket in stage.buckets),
+            memory=memory,
+            exchanged_bytes=self._exchanged_bytes(number, parts),
+            sharers=max(bucket.sharers for bucket in stage.buckets),
+            reused_buffer_bytes=buffer + synchronizer_bytes(stage.synchronizer),
+            state_copy_bytes=copies,
+        )
+
+    def _build_stage(self, number: int) -> _BuiltStage:
+        """Return a stage without memory.
+
+        Stages with the same layers at the same place on nodes are built once. They differ at most in the
+        number of micro-batches whose activations they keep.
+        """
+        deck, schedule = self._deck, self._schedule
+        key: object = number
+        if not deck.model.has_frozen_parameters and deck.model.module is None:
+            ranges = layer_ranges(schedule, self._split, number)
+            layers = (
+                (*self._block_kinds[each.first : each.last], each.has_embedding, each.has_head)
+                for each in ranges
+            )
+            key = self._first_rank_on_node(number), tuple(layers)
+        if key not in self._built_stages:
+            stage, mesh = build_stage_on_meta(
+                deck,
+                self._architecture,
+                self._sizes,
+                self._ranks_per_node,
+                PipelinePosition(schedule, self._split, number),
+                self._device,
+                self._build,
+            )
+            account = _state_account(deck, stage, self._device)
+            self._built_stages[key] = _BuiltStage(stage, account, _sending_groups(deck, mesh))
+        return self._built_stages[key]
+
+    def _first_rank_on_node(self, number: int) -> int:
+        """Return which rank of its node is the first one of a stage; 0 if it makes no difference."""
+        ranks, per_node = rank_count(self._sizes) // self._schedule.stage_count, self._ranks_per_node
+        return number * ranks % per_node if ranks % per_node and per_node % ranks else 0
+
+    def _message_bytes(self, number: int, parts: Sequence[PartBytes]) -> int:
+        """Return the bytes of hidden states, and of their gradients, that a stage receives and sends."""
+        neighbors = {number - 1, number + 1} & set(range(self._schedule.stage_count))
+        return (receives_ahead(self._device) + 1) * len(neighbors) * parts[0].hidden.bytes
+
+    def _exchanged_bytes(self, number: int, parts: Sequence[PartBytes]) -> int:
+        """Return the bytes that a rank of a stage sends to experts and back in a step."""
+        actions = self._schedule.stages[number]
+        forwards = Counter(action.chunk for action in actions if action.kind == "F")
+        return sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
+
+    def _state_copy_bytes(self, stage: TrainedStage) -> int:
+        """Return the bytes of copies of the state of a rank: for checkpoints, rollback and mirrors."""
+        copies = _background_save_bytes(self._deck, stage) + rollback_copy_bytes(self._deck, stage)
+        has_several_nodes = self._ranks > self._ranks_per_node
+        return copies + (mirror_bytes(self._deck, stage) if has_several_nodes else 0)
 
 
-def loneliest_place(stage: TrainedStage, sizes: Mapping[str, int], number: int, ranks_per_node: int) -> int:
-    """The place, among a pipeline stage's ranks, of one with parameters in common with fewest others, where
-    nodes cut groups otherwise than the first one's.
+def rollback_copy_bytes(deck: Deck, stage: TrainedStage) -> int:
+    """Return the bytes of host memory for the copies of a rank's state to which a run can go back."""
+    back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
+    copies = copies_held(deck.checkpoint.memory_every, back)
+    return copies * sum(tensor.values.nbytes for tensor in stage.state()) if copies else 0
+
+
+def mirror_bytes(deck: Deck, stage: TrainedStage) -> int:
+    """Return the bytes of host memory for mirrors of a rank's state and of that of a rank on another node.
+
+    Both states are assumed to have the same size. Returns 0 if the deck has no mirrors.
     """
-    cut = [bucket.sharding.group for bucket in stage.buckets if bucket.sharers > 1]
-    groups = {(group.axes, group.size) for group in cut}
-
-    def shared(place: int) -> int:
-        mesh, least = PlannedMesh(sizes, number, ranks_per_node, place=place), rank_count(sizes)
-        for axes, size in groups:
-            whole = mesh.group(*axes)
-            first = whole.rank // size * size
-            least = min(least, ranks_per_node_of(mesh.nodes(whole)[first : first + size]))
-        return least
-
-    # How the groups of a rank lie follows from where it is on its node.
-    ranks = rank_count(sizes) // sizes["pipeline"]
-    return min(range(min(ranks, ranks_per_node)), key=shared) if groups else 0
-
-
-def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], number: int) -> int:
-    """The place, among the ranks of a pipeline stage, of the one whose shares of buckets take most memory,
-    where they differ: where blocks are not cut (`sharding/ownership.py`).
-    """
-    rules = RULES[deck.optimizer.name](deck)
-    cut = [bucket for bucket in stage.buckets if bucket.layout.sizes is not None and bucket.sharding.zero]
-    if not cut or not isinstance(rules, MatrixRules):
+    if not deck.checkpoint.mirror:
         return 0
-
-    def held(place: int) -> int:
-        mesh, total = PlannedMesh(sizes, number, 1, place=place), 0
-        for bucket in cut:
-            group, zero = bucket.sharding.group, bucket.sharding.zero
-            rank = mesh.group(*group.axes).rank % group.size
-            first, last = bucket.layout.borders[rank : rank + 2]
-            kept = 4 * (bucket.dtype != torch.float32) + bucket.gradient_dtype.itemsize * (zero > 1)
-            kept += bucket.dtype.itemsize * (zero == 3 and bucket.sharers == 1)
-            for treated in bucket.layout.update_ranges:
-                elements = max(0, min(last, treated.part.stop) - max(first, treated.part.start))
-                total += elements * (kept + 4 * state_per_element(rules, treated.update_settings))
-            for segment in bucket.segments:
-                elements = min(last, segment.start + segment.length) - max(first, segment.start)
-                total += 4 * cell_state_elements(rules, segment.parameter, max(0, elements))
-        return total
-
-    ranks = rank_count(sizes) // sizes["pipeline"]
-    return max(range(0, ranks, sizes["tensor"]), key=held)
+    return COPIES * sum(t.values.nbytes // t.holder_position[1] for t in stage.state() if t.writes_checkpoint)
 
 
-def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> MemoryAccount:
-    """Parameters, gradients, what else belongs to parameters, and what these take turns in.
+def _refuse_node_keys(deck: Deck) -> None:
+    """Raise HpctrainError if a key of the deck depends on which ranks share a node."""
+    values = {"layout.zero_group": "node"}
+    if deck.communication.compression:
+        values |= {f"communication.{deck.communication.compress}.between": "nodes"}
+    for key, value in values.items():
+        if deck.value(key) == value:
+            reason = "the number of ranks per node is missing: add --ranks-per-node N"
+            raise HpctrainError(deck.problem(key, reason))
 
-    Without what lives elsewhere; what of that is on its way lies in host memory, which beside a GPU's does
-    not count.
+
+def _layers_of(parts: Iterable[PartBytes]) -> Iterable[Layer]:
+    return chain.from_iterable(part.part.layers for part in parts)
+
+
+def _state_account(deck: Deck, stage: TrainedStage, device: torch.device) -> MemoryAccount:
+    """Return the account of parameters, gradients and optimizer state, and of the buffers for them.
+
+    Buckets, reductions and updates use the buffers in turn. Offloaded tensors do not count. The buffers for
+    their transfer are in host memory, so they count if the ranks compute on CPUs.
     """
     memory, buckets = deck.memory, stage.buckets
-    turns = pool_bytes(buckets) + synchronizer_bytes(stage.synchronizer)
+    buffer = pool_bytes(buckets) + synchronizer_bytes(stage.synchronizer)
     if on_host(device):
-        turns += update_bytes(stage.optimizer)
+        buffer += update_bytes(stage.optimizer)
     if memory.parameters == "disk" and on_host(device):
-        turns += (
-            max(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in buckets)
-            * buckets[0].dtype.itemsize
-        )
+        slices = (bucket.owned_slice for bucket in buckets)
+        buffer += max(each.stop - each.start for each in slices) * buckets[0].dtype.itemsize
     return MemoryAccount(
         value_bytes(buckets) if memory.parameters == "device" else 0,
         gradient_bytes(buckets),
         state_bytes(stage.state(), buckets),
-        buffer=turns,
+        buffer=buffer,
     )
 
 
-def _communicating(deck: Deck, mesh: PlannedMesh) -> list[Group]:
-    """The groups that send tensors: without experts, no sum of a micro-batch's ranks does."""
+def _sending_groups(deck: Deck, mesh: PlannedMesh) -> list[Group]:
+    """Return the groups of a mesh that send tensors.
+
+    The group of all context and tensor ranks does so only in models with experts.
+    """
     return [group for group in mesh.made if deck.model.experts or group.axes != ("context", "tensor")]
 
 
-def _snapshot(deck: Deck, stage: TrainedStage) -> int:
-    """Host memory that a checkpoint takes while training goes on: at most that of all that a rank writes of
-    what belongs to parameters, besides parameters that are made from it.
+def _input_gradient_reduction_bytes(
+    deck: Deck, stage: TrainedStage, part: PartBytes, device: torch.device
+) -> tuple[int, int]:
+    """Return the bytes that reductions of input gradients over tensor ranks need.
+
+    A reduction runs while the weight gradient of the same layer is computed.
+
+    Args:
+        deck: The deck.
+        stage: Stage without memory.
+        part: One of its model parts.
+        device: Device of the run.
+
+    Returns:
+        Bytes of host memory into which the reduction receives, and bytes of shared memory through which the
+        ranks of a node copy.
+    """
+    itemsize = part.sizes.itemsize
+    reduces_in_fp32 = itemsize < torch.float32.itemsize and deck.communication.half_sums == "fp32"
+    if not on_host(device) and not reduces_in_fp32:
+        return 0, 0
+    gradient = part.sizes.tokens * part.part.hidden_shape(1)[-1], itemsize
+    transport = stage.layer_context.tensor.host
+    is_staged = transport.sharers > 1 and prod(gradient) >= SHARED_BYTES
+    staged = STAGED_ROUNDS * COPY_ROUND_BYTES if is_staged else 0
+    return transport.scratch_bytes(*gradient, deck.layout.sequence_parallel), staged
+
+
+def _workspace_bytes(deck: Deck, parts: Sequence[PartBytes]) -> int:
+    """Return the temporary bytes of computations at the peak of activations.
+
+    They are those of the loss, of the backward pass of the last block, or of the compression of a segment,
+    whichever is largest. When the last block computes, the activations of the head are free already.
+    """
+    head = sum(part.head for part in parts)
+    layers = [
+        byte_functions.workspace_bytes(layer, part.sizes) - (head if layer.is_block else 0)
+        for part in parts
+        for layer in part.part.layers
+    ]
+    segments = (packing_bytes(deck, segment) for part in parts for segment in part.saved_segments())
+    return max(*layers, *segments, 0)
+
+
+def _background_save_bytes(deck: Deck, stage: TrainedStage) -> int:
+    """Return the bytes of host memory for a checkpoint in the background.
+
+    It copies what an update would change before it is written, at most `checkpoint.buffer` bytes. Parameters
+    that are rounded copies of master weights are not copied.
     """
     if deck.checkpoint.mode != "background" or not deck.checkpoint.every:
         return 0
@@ -366,34 +507,6 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
 
 
 def _saving_bytes(stage: TrainedStage) -> int:
-    """Return the host memory that a rank needs to save a checkpoint, beside `_snapshot`."""
+    """Return the host memory that a rank needs to save a checkpoint, beside `_background_save_bytes`."""
     saved = [tensor.values for tensor in stage.state() if tensor.writes_checkpoint]
     return max((saving_bytes(values.numel(), values.dtype.itemsize) for values in saved), default=0)
-
-
-def held_bytes(deck: Deck, stage: TrainedStage) -> int:
-    """Host memory of the copies of all state that a run can go back to."""
-    back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
-    copies = copies_held(deck.checkpoint.memory_every, back)
-    return copies * sum(tensor.values.nbytes for tensor in stage.state()) if copies else 0
-
-
-def mirror_bytes(deck: Deck, stage: TrainedStage) -> int:
-    """Memory of its node that a rank has for mirrors of its state and of a neighbour's, about as large."""
-    if not deck.checkpoint.mirror:
-        return 0
-    return COPIES * sum(t.values.nbytes // t.holder_position[1] for t in stage.state() if t.writes_checkpoint)
-
-
-def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:
-    """What computing needs in passing beside activations at their peak: the loss of a chunk of tokens, the
-    last block's backward, by when the head's activations are gone, or the compression of what waits.
-    """
-    gone = sum(part.head for part in parts)
-    placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
-    layers = [
-        byte_functions.workspace_bytes(layer, at) - (gone if layer.is_block else 0) for layer, at in placed
-    ]
-    return max(
-        *layers, *(packing_bytes(deck, segment) for part in parts for segment in part.saved_segments()), 0
-    )

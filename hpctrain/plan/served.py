@@ -25,7 +25,7 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
+from hpctrain.plan.memory import MemoryPlan, MemoryPlanner, StageMemory
 from hpctrain.plan.room import demand_room
 from hpctrain.plan.traffic import Moved, StageTraffic, TrafficPlan
 
@@ -91,9 +91,8 @@ def plan_served(
 ) -> MemoryPlan:
     """As `plan_memory`, of a deck with servers: its stages are these and the workers."""
     roles = ServerRoles.of(deck, ranks)
-    plan = plan_memory(
-        deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage
-    )
+    planner = MemoryPlanner(deck, ranks, vocabulary, ranks_per_node, split, schedule, build_worker_stage)
+    plan = planner.plan(libraries)
     (worker,) = plan.stages
     device, shape = device_kind(deck.run.device), ModelShape.of(deck, vocabulary)
     mesh = PlannedMesh(

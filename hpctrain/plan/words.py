@@ -56,7 +56,7 @@ def plan_text(plan: DeckPlan) -> str:
         *_in_common(memory),
         *_exchanges(memory),
         *_beside(plan),
-        *([] if memory.activations_known else [UNKNOWN.format(why=memory.unknown)]),
+        *([] if memory.activations_known else [UNKNOWN.format(why=memory.unknown_reason)]),
         _fits(plan),
     ]
     if plan.savings:
@@ -171,14 +171,14 @@ def _beside(plan: DeckPlan) -> list[str]:
     deck, stage = plan.deck, plan.memory.largest
     if deck.objective.kind not in POLICY_KINDS:
         return []
-    held = [f"{name} {format_bytes(size)}" for name, size in stage.beside.items()]
+    held = [f"{name} {format_bytes(size)}" for name, size in stage.auxiliary_bytes.items()]
     texts = concurrent_texts(deck, rank_count(plan.memory.sizes) // deck.layout.tensor)
     lines = [f"This includes other models: {', '.join(held)}."] if held else []
     lines.append(
         f"The cache holds keys and values of {counted(texts, 'answer')} that a copy of the model generates "
         "together. It is smaller if memory is short. While it exists, there are no activations."
     )
-    planned = any(REWARD_MODELS in stage.beside for stage in plan.memory.stages)
+    planned = any(REWARD_MODELS in stage.auxiliary_bytes for stage in plan.memory.stages)
     if not planned and any(is_checkpoint(name) for name in deck.policy.reward):
         lines.append("Reward models cannot be read on this machine, so their memory is not included.")
     lines.append(
@@ -190,7 +190,7 @@ def _beside(plan: DeckPlan) -> list[str]:
 
 def _exchanges(memory: MemoryPlan) -> list[str]:
     """What goes to other ranks' experts and back, if anything does."""
-    most = max(stage.exchanged for stage in memory.stages)
+    most = max(stage.exchanged_bytes for stage in memory.stages)
     if not most:
         return []
     sentence = "with the experts of other ranks per step, if loads are even"

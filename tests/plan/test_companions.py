@@ -97,14 +97,14 @@ def test_a_run_is_refused_for_all_of_it_together(
     monkeypatch.setattr(plan_engine, "assemble", lambda *_: built.append(1))
     deck = copying(tmp_path, "policy.rollout=64", "policy.epochs=1", "run.steps=8")
     (stage,) = plan_run_memory(deck, 1, 257, 1000).stages
-    assert stage.memory.total > stage.needed > plan_memory(deck, 1, 257, 1000).largest.memory.total
-    short = copying(tmp_path, *_without(deck.policy.rollout), f"machine.memory={stage.needed - 1}")
+    assert stage.memory.total > stage.required_bytes > plan_memory(deck, 1, 257, 1000).largest.memory.total
+    short = copying(tmp_path, *_without(deck.policy.rollout), f"machine.memory={stage.required_bytes - 1}")
     with pytest.raises(HpctrainError, match="does not fit into memory") as refused:
         build_within_memory(short, world, make_mesh(short, world))
     assert refused.value.exit_code == 2 and not built
-    enough = copying(tmp_path, *_without(deck.policy.rollout), f"machine.memory={stage.needed}")
+    enough = copying(tmp_path, *_without(deck.policy.rollout), f"machine.memory={stage.required_bytes}")
     build_within_memory(enough, world, make_mesh(enough, world))
-    assert built and world.planned_bytes == stage.needed
+    assert built and world.planned_bytes == stage.required_bytes
 
 
 def _without(rollout: int | None) -> tuple[str, ...]:
@@ -121,13 +121,13 @@ def test_stages_of_other_pipelines_lie_where_their_ranks_do(tmp_path: Path) -> N
     pipeline = copying(tmp_path, "model.layers=3", "objective.beta=0", "layout.pipeline=2", ranks=2)
     stages = plan_memory(pipeline.with_keys(objective={"kind": "reward"}), 2, 257).stages
     held = [stage.memory.parameter + stage.memory.gradient + stage.memory.optimizer for stage in stages]
-    assert beside.beside[CRITIC] == max(held) < alone.beside[CRITIC] and held[0] != held[1]
+    assert beside.auxiliary_bytes[CRITIC] == max(held) < alone.auxiliary_bytes[CRITIC] and held[0] != held[1]
     own = plan_run_memory(pipeline, 2, 257).stages
-    assert [stage.beside[CRITIC] for stage in own] == held
+    assert [stage.auxiliary_bytes[CRITIC] for stage in own] == held
     other = copying(
         tmp_path, "model.layers=3", "layout.pipeline=2", 'policy.reference=["layout.pipeline=1"]', ranks=2
     )
-    references = [stage.beside[REFERENCE] for stage in plan_run_memory(other, 2, 257).stages]
+    references = [stage.auxiliary_bytes[REFERENCE] for stage in plan_run_memory(other, 2, 257).stages]
     assert references == [plan_memory(whole, 2, 257).largest.memory.parameter] * 2
 
 

@@ -1,6 +1,7 @@
 """Plans of memory: equal to the byte to what runs hold, and to the closed forms of ZeRO's paper.
 
-Tests of plan/memory.py, plan/step_on_meta.py and plan/activations.py, and of train/memory.py beside them.
+Tests of plan/memory.py, plan/stages_on_meta.py, plan/step_on_meta.py and plan/activations.py, and of
+train/memory.py beside them.
 """
 
 from __future__ import annotations

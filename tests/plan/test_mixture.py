@@ -211,7 +211,7 @@ def exchanged_of_a_step(world: World, deck: Deck) -> tuple[int, int, int]:
         patch.setattr(Dispatch, "_start", counted_start)
         training.train(1)
     entries = [row for row in ledger.rows() if (row.axis, row.operation) == ("expert", "all_to_all")]
-    here = planned.stages[training.engine.mesh.coordinate("pipeline")].exchanged
+    here = planned.stages[training.engine.mesh.coordinate("pipeline")].exchanged_bytes
     training.engine.close()
     itemsize = 2 if deck.precision.compute == "bf16" else 4
     counts = exchanges * 8 * deck.model.experts.count
@@ -253,7 +253,7 @@ def test_exchanges_are_two_passes_there_and_back() -> None:
     """2 k T h itemsize of a layer and pass, of which one in E ranks' share stays."""
     (only,) = plan_memory(mixture("layout.expert=2", "model.layers=3"), 2, VOCABULARY).stages
     tokens = 8 // 2 * 32
-    assert only.exchanged == 3 * 2 * (2 * 2 * tokens * 32 * 4) // 2
+    assert only.exchanged_bytes == 3 * 2 * (2 * 2 * tokens * 32 * 4) // 2
 
 
 def test_people_are_told_what_is_active_and_what_travels() -> None:

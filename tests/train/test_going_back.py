@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.fault_checks.spikes import recorded_spikes
-from hpctrain.plan.memory import held_bytes
+from hpctrain.plan.memory import rollback_copy_bytes
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.compared_run import load_run
 from hpctrain.train.replay import replay
@@ -211,7 +211,7 @@ def test_copies_take_the_memory_that_is_planned(world: World, mpi_tmp_path: Path
         run.checkpoints.hold(run.trainer.state)
         run.trainer.train_step()
     taken = [values.nbytes for held in run.checkpoints.held.all for values in held._values]
-    assert sum(taken) == held_bytes(deck, run.trainer.engine.stage)
+    assert sum(taken) == rollback_copy_bytes(deck, run.trainer.engine.stage)
     run.trainer.engine.close()
 
 

@@ -77,12 +77,12 @@ def memory_faults(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryP
         stage = memory.stages[peak.stage]
         kind, size = max(stage.memory.kinds().items(), key=lambda item: item[1])
         needed = replace(room, needed=peak.total * room.ranks)
-        first = sum(memory.ranks[: peak.stage])
+        first = sum(memory.ranks_per_stage[: peak.stage])
         faults.append(
             RehearsalFault(
                 "over memory",
                 first,
-                memory.ranks[peak.stage],
+                memory.ranks_per_stage[peak.stage],
                 f"stage {peak.stage}, from rank {first}: the peak is {format_bytes(peak.total)} per rank at "
                 f"{peak.action}, of which {format_bytes(size)} are {KINDS[kind]}; {needed} "
                 f"({format_bytes(room.limit.bytes // room.ranks)} per rank would fit)",

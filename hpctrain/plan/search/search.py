@@ -175,5 +175,5 @@ def _planned(tree: Tree, node: LayoutNode) -> tuple[Candidate, Room | None]:
     memory = tree.memory(node)
     room = tree.holding.room(node.deck, memory)
     values = {key: node.deck.value(key) for key in tree.choices.free}
-    needed = memory.node_bytes(tree.choices.ranks) if room is None else room.needed
+    needed = memory.max_node_bytes(tree.choices.ranks) if room is None else room.needed
     return Candidate(node.deck, values, node.causes, memory.largest.memory.total, needed), room

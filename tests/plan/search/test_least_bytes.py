@@ -47,7 +47,7 @@ def test_no_layout_that_fits_is_left_out(model: str, seed: int) -> None:
     frozen = random.choice(((), (), ('model.frozen=["embedding.*"]',)))
     deck = draw(random, machine, ranks, model, *frozen)
     together = bare(deck, ranks).together(deck)
-    needed = planned(deck, ranks).node_bytes(together) / together
+    needed = planned(deck, ranks).max_node_bytes(together) / together
     assert is_left(deck, ranks, machine, needed), deck.layout
     assert not is_left(deck, ranks, machine, 1.0)
 

@@ -206,7 +206,7 @@ def test_no_layout_undercuts_the_nodes_above_it(name: str) -> None:
         seen += 1
         seconds = plan_step(last.deck, case.ranks, holding.vocabulary, case.machine).seconds
         assert sum(tree.seconds(last).values()) == pytest.approx(seconds)
-        needed = holding.memory(last.deck).node_bytes(together) / together
+        needed = holding.memory(last.deck).max_node_bytes(together) / together
         for node in (*above, last):
             assert node.bound <= seconds * (1 + 1e-12), (node, last.deck.layout)
             assert node.least <= needed, (node, last.deck.layout)
@@ -242,7 +242,7 @@ def test_what_a_deck_gives_stays_and_what_is_found_is_what_its_deck_is_planned_t
         assert each.seconds_by_cause == pytest.approx(step.seconds_by_cause)
         plan = holding.memory(each.deck)
         assert each.memory_bytes == plan.largest.memory.total
-        assert each.node_bytes == plan.node_bytes(case.machine.ranks_per_node)
+        assert each.node_bytes == plan.max_node_bytes(case.machine.ranks_per_node)
         assert each.row()["changes"] == {key: each.deck.value(key) for key in each.changes}
     assert found[0].seconds <= found[1].seconds
 
@@ -294,7 +294,7 @@ def test_where_nothing_fits_the_quickest_is_told_with_what_lacks() -> None:
     assert not found_by(case).best
     holding = bare(case.deck, case.ranks)
     known = layouts(tree_of(case.deck, case.ranks, case.machine, 1e15))
-    needs = [holding.memory(each.deck).node_bytes(8) / 8 for each in known]
+    needs = [holding.memory(each.deck).max_node_bytes(8) / 8 for each in known]
     case = replace(case, room=0.97 * min(needs))
     found = found_by(case)
     assert found.fell.counts["memory"] + found.fell.counts["memory plan"] > 0

@@ -194,7 +194,7 @@ def test_no_node_holds_more_than_its_kind_has() -> None:
         (layout,) = (layout for _, layout in layouts(tree_of(deck, 8, machine)))
         room = holding.room(planned, tree_of(planned, 8, machine).memory(layout))
         assert room is not None
-        nodes = tree_of(planned, 8, machine).memory(layout).bytes_of_nodes(2, holding.shared(planned))
+        nodes = tree_of(planned, 8, machine).memory(layout).bytes_by_node(2, holding.shared(planned))
         limits = [2e9, 2e9, 2 * memory, 2 * memory]
         tightest = max(need / limit for need, limit in zip(nodes, limits, strict=True))
         assert room.needed / room.limit.bytes == pytest.approx(tightest)
