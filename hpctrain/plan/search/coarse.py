@@ -12,7 +12,7 @@ from math import ceil, inf
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.recompute import segment_size
 from hpctrain.plan.search.form import Form, ParameterCounts
-from hpctrain.plan.search.least_bytes import MicroBytes
+from hpctrain.plan.search.least_bytes import ModelActivations
 from hpctrain.plan.search.moments import moments
 from hpctrain.plan.search.needs import Needs, States
 from hpctrain.plan.search.search_space import SearchSpace, with_values
@@ -37,37 +37,37 @@ class Coarse:
         self._fewest: dict[tuple[int, int], set[tuple[int, ...]]] = {}
 
     def least(
-        self, deck: Deck, at: LayoutSizes, kept: MicroBytes, ways: list[States], *, by_flops: bool
+        self, deck: Deck, at: LayoutSizes, kept: ModelActivations, ways: list[States], *, by_flops: bool
     ) -> float:
         """Bytes of the node that needs most, for a rank, of all schedules and these ways to keep states;
         where blocks are not split `by_flops`, however they are.
         """
         states, of_all = self._states_of(at, ways)
-        mean = self._needs.of_mean_rank(of_all + kept.spread(self._layers) / at.pipeline)
-        if kept.frozen or (not by_flops and self._needs.mixes(at)):
+        mean = self._needs.of_mean_rank(of_all + kept.stored_bytes(self._layers) / at.pipeline)
+        if kept.has_frozen_parameters or (not by_flops and self._needs.mixes(at)):
             return mean
         if not by_flops:
             return max(mean, self._of_any_split(at, kept, states))
-        kinds = [kept.of_kinds[layer.kind] for layer in self._blocks]
+        kinds = [kept.by_kind[layer.kind] for layer in self._blocks]
         computed = kept.recompute not in {"none", "selective"}
-        unit = kept.input_stays if computed else min(each.staying for each in kinds)
+        unit = kept.stored_input if computed else min(each.stored for each in kinds)
         if self._needs.mixes(at):
             loads = self._loads_of(deck, at, whole=False)
             held = (alive * unit + blocks * states for alive, blocks in loads)
             return max(mean, min(map(self._needs.of_mean_rank, held), default=inf))
-        besides = min(each.saved - each.input for each in kinds) if computed else 0
+        besides = min(each.saved - each.saved_input for each in kinds) if computed else 0
         loads = self._loads_of(deck, at, whole=True)
         held = (alive * unit + blocks * states + (besides if blocks else 0) for alive, blocks in loads)
         return max(mean, min((self._needs.libraries + each for each in held), default=inf))
 
-    def _of_any_split(self, at: LayoutSizes, kept: MicroBytes, states: float) -> float:
+    def _of_any_split(self, at: LayoutSizes, kept: ModelActivations, states: float) -> float:
         """However blocks are split: a stage with n micro-batches under way has room for X / (n w + s) of them
         in X bytes, of w that wait in a block and s of its states, and all stages for all.
         """
         blocks = sum(self._blocks.values())
         size = segment_size(kept.recompute, blocks)
-        waiting = min(kept.of_kinds[layer.kind].staying for layer in self._blocks)
-        of_block = kept.input_stays / size if size else waiting
+        waiting = min(kept.by_kind[layer.kind].stored for layer in self._blocks)
+        of_block = kept.stored_input / size if size else waiting
         key = at.pipeline, _rounded(at)
         if key not in self._fewest:
             self._fewest[key] = self._fewest_of(*key)

@@ -1,7 +1,7 @@
-"""What a rank of a layout holds at the least, in closed form: what spares planning what cannot fit.
+"""Lower bounds of a rank's memory in closed form, so that a search need not plan layouts that cannot fit.
 
-States of parameters by ZeRO's formulas (arXiv 1910.02054), with what whole gradients and gathered blocks take
-meanwhile; activations of the micro-batches under way as layers tell them. Not what buckets are padded by.
+The state of parameters follows ZeRO's formulas (arXiv 1910.02054), with complete gradients and gathered
+blocks that exist for some time. Layers report their activations. The padding of buckets is not counted.
 """
 
 from __future__ import annotations
@@ -36,262 +36,348 @@ from hpctrain.plan.time.layers import LayerSizes
 
 
 @dataclass(frozen=True)
-class MicroBatchBytes:
-    """Bytes of one micro-batch in one layer: of what is `saved` of it, those that are `staying` until its
-    backward if it is not computed again, and those that are `present` besides while it computes; what of its
-    `input` it saves; what its weight gradients hold where they come later, and what is there `besides` while
-    these come; what it computes in.
+class LayerActivations:
+    """Bytes of one micro-batch in one layer of a rank.
+
+    Attributes:
+        saved: Bytes that autograd saves.
+        stored: Bytes that stay in memory until the backward pass, if the layer is not recomputed.
+        computing: Further bytes while the layer computes, before they are compressed or offloaded.
+        saved_input: Bytes of the layer's input, if `saved` includes it; otherwise 0.
+        deferred: Bytes that deferred weight gradients keep.
+        transient: Further bytes during a backward pass that defers weight gradients.
+        workspace: Temporary bytes of the layer's backward pass or loss.
     """
 
     saved: int
-    staying: int
-    present: int
-    input: int
+    stored: int
+    computing: int
+    saved_input: int
     deferred: int
-    besides: int
+    transient: int
     workspace: int
 
 
 @dataclass(frozen=True)
-class PartKept:
-    """Bytes of one micro-batch in a part of the model: what waits for backward, `head` of it behind the
-    blocks; besides, those of a block that is there, of what is computed again, and of what comes where weight
-    gradients come later, which hold what is `deferred`.
+class PartActivations:
+    """Lower bounds of the bytes of one micro-batch in a part of the model.
+
+    Attributes:
+        stored: Bytes in memory between forward and backward pass.
+        head: Those of them that are saved after the blocks.
+        computing: Further bytes of the block that computes.
+        recompute: Further bytes of a backward pass that defers nothing, for what it recomputes.
+        deferring: Further bytes of a backward pass that defers weight gradients.
+        deferred: Bytes that deferred weight gradients keep.
     """
 
-    waiting: float
+    stored: float
     head: float
-    present: float
-    again: float
-    coming: float
+    computing: float
+    recompute: float
+    deferring: float
     deferred: float
 
 
 @dataclass(frozen=True)
-class MicroBytes:
-    """What layers keep of a micro-batch, by kind. `hidden` are the states between them, of which so many
-    bytes stay where only they are kept of a segment, and so many are there besides; all blocks of a part
-    share the `shared`. Of a model with `frozen` parameters autograd may save nothing.
+class ModelActivations:
+    """Bytes of one micro-batch in the layers of a model on one rank, from which lower bounds follow.
+
+    If parameters are frozen, autograd may save nothing at all, so that the bounds of what is saved are 0.
+
+    Attributes:
+        by_kind: Bytes of a layer of each kind.
+        hidden: Bytes of the hidden states between two layers.
+        stored_input: Bytes that stay in memory of the hidden states that enter a recomputed segment.
+        computing_input: Further bytes of these hidden states while the segment computes.
+        shared: Bytes of tensors that all blocks of a part share.
+        recompute: Kind of recomputation.
+        device: Device of the run.
+        has_frozen_parameters: True if some parameters are not trained.
     """
 
-    of_kinds: Mapping[LayerKind, MicroBatchBytes]
+    by_kind: Mapping[LayerKind, LayerActivations]
     hidden: int
-    input_stays: int
-    input_present: int
+    stored_input: int
+    computing_input: int
     shared: int
     recompute: Recomputed
     device: torch.device
-    frozen: bool
+    has_frozen_parameters: bool
 
-    def spread(self, layers: Mapping[LayerSizes, int]) -> float:
-        """Bytes that a micro-batch has wait in so many of these layers, however they are split."""
-        if self.frozen:
+    def stored_bytes(self, layers: Mapping[LayerSizes, int]) -> float:
+        """Return a lower bound of the bytes that a micro-batch keeps in layers, however they are split.
+
+        Args:
+            layers: Number of layers of each kind.
+        """
+        if self.has_frozen_parameters:
             return 0.0
-        size = segment_size(self.recompute, sum(many for layer, many in layers.items() if layer.is_block))
-        found = 0.0
-        for layer, many in layers.items():
-            kept = self.of_kinds[layer.kind]
-            found += many * (self.input_stays / size if layer.is_block and size else kept.staying)
-        return found
+        size = segment_size(self.recompute, sum(count for layer, count in layers.items() if layer.is_block))
+        stored = 0.0
+        for layer, count in layers.items():
+            is_recomputed = layer.is_block and size
+            stored += count * (self.stored_input / size if is_recomputed else self.by_kind[layer.kind].stored)
+        return stored
 
-    def part(self, form: PartForm) -> PartKept:
-        """Of a part of the model."""
-        if self.frozen:
-            return PartKept(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        many, alike = len(form.blocks), [(self.of_kinds[layer.kind], count) for layer, count in form.alike]
-        waiting = head = self.of_kinds[form.last.kind].saved if form.last else 0
-        waiting += self.of_kinds[form.first.kind].saved if form.first else 0
-        if not alike:
-            return PartKept(waiting, head, 0.0, 0.0, 0.0, 0.0)
-        waiting += self.shared
-        deferred = sum(count * kept.deferred for kept, count in alike)
-        besides = max(kept.besides for kept, _ in alike)
-        size = segment_size(self.recompute, many)
+    def part_activations(self, form: PartForm) -> PartActivations:
+        """Return lower bounds of the bytes of a micro-batch in a part of the model."""
+        if self.has_frozen_parameters:
+            return PartActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        counts = [(self.by_kind[layer.kind], count) for layer, count in form.alike]
+        stored = head = self.by_kind[form.last.kind].saved if form.last else 0
+        stored += self.by_kind[form.first.kind].saved if form.first else 0
+        if not counts:
+            return PartActivations(stored, head, 0.0, 0.0, 0.0, 0.0)
+        stored += self.shared
+        deferred = sum(count * layer.deferred for layer, count in counts)
+        transient = max(layer.transient for layer, _ in counts)
+        size = segment_size(self.recompute, len(form.blocks))
         if not size:
-            waiting += sum(count * kept.staying for kept, count in alike)
-            present = max(kept.present for kept, _ in alike)
-            return PartKept(waiting, head, present, 0.0, besides, deferred)
-        again = self._again([self.of_kinds[layer.kind] for layer in form.blocks], size, len(alike) == 1)
-        waiting += self.input_stays * ceil(many / size)
-        return PartKept(waiting, head, self.input_present, again, again + besides, deferred)
+            stored += sum(count * layer.stored for layer, count in counts)
+            computing = max(layer.computing for layer, _ in counts)
+            return PartActivations(stored, head, computing, 0.0, transient, deferred)
+        blocks = [self.by_kind[layer.kind] for layer in form.blocks]
+        recompute = self._recompute_bytes(blocks, size, len(counts) == 1)
+        stored += self.stored_input * ceil(len(blocks) / size)
+        return PartActivations(stored, head, self.computing_input, recompute, recompute + transient, deferred)
 
-    def _again(self, blocks: Sequence[MicroBatchBytes], size: int, alike: bool) -> float:
-        """What is there while the segment is computed again that then has most."""
-        most, pieces = 0, ceil(len(blocks) / size)
-        # Of segments that are alike a later one has more: fewer are behind it.
-        for number in range(max(0, pieces - 2) if alike else 0, pieces):
+    def _recompute_bytes(
+        self, blocks: Sequence[LayerActivations], size: int, has_equal_blocks: bool
+    ) -> float:
+        """Return the largest number of further bytes while a segment is recomputed.
+
+        When a segment is recomputed, all later segments are freed already.
+
+        Args:
+            blocks: Blocks of a part.
+            size: Number of blocks of a segment.
+            has_equal_blocks: True if all blocks are equal.
+        """
+        largest, segments = 0, ceil(len(blocks) / size)
+        # Of equal segments, a later one needs more. The last segment may be shorter.
+        for number in range(max(0, segments - 2) if has_equal_blocks else 0, segments):
             segment = blocks[number * size : (number + 1) * size]
-            there = sum(each.saved for each in segment) - segment[0].input
-            most = max(most, there - (pieces - 1 - number) * self.input_stays)
-        return most
+            recomputed = sum(block.saved for block in segment) - segment[0].saved_input
+            largest = max(largest, recomputed - (segments - 1 - number) * self.stored_input)
+        return largest
 
-    def most(self, parts: Sequence[PartKept], moments: Iterable[Moment]) -> float:
-        """Of a stage that has these parts, in some moments of its schedule."""
-        most = 0.0
+    def peak_bytes(self, parts: Sequence[PartActivations], moments: Iterable[Moment]) -> float:
+        """Return the largest bytes of activations of a stage.
+
+        Args:
+            parts: Bytes of a micro-batch in each part of the stage, by chunk.
+            moments: Moments of the schedule, in each of which a backward pass begins.
+        """
+        peak = 0.0
         for moment in moments:
-            alive = sum(many * part.waiting for many, part in zip(moment.waiting, parts, strict=True))
-            alive += sum(many * part.deferred for many, part in zip(moment.deferred, parts, strict=True))
+            before = sum(count * part.stored for count, part in zip(moment.waiting, parts, strict=True))
+            before += sum(count * part.deferred for count, part in zip(moment.deferred, parts, strict=True))
             part = parts[moment.chunk]
-            besides = {True: part.coming, False: part.again, None: min(part.coming, part.again)}
-            most = max(most, alive, alive - part.head + part.present + besides[moment.split])
+            further = {
+                True: part.deferring,
+                False: part.recompute,
+                None: min(part.deferring, part.recompute),
+            }[moment.split]
+            peak = max(peak, before, before - part.head + part.computing + further)
             if moment.split:
-                most = max(most, alive - part.waiting + part.deferred)
-        return most
+                peak = max(peak, before - part.stored + part.deferred)
+        return peak
 
-    def around(self, alike: Iterable[tuple[LayerSizes, int]], neighbours: int) -> float:
-        """What a stage of these layers has besides, that sends to so many and receives from them."""
-        kept = [(layer, self.of_kinds[layer.kind]) for layer, _ in alike]
-        gone = sum(each.saved for layer, each in kept if layer.is_last)
-        passing = max(each.workspace - (gone if layer.is_block else 0) for layer, each in kept)
-        ways = (receives_ahead(self.device) + 1) * neighbours
-        return ways * self.hidden + max(0, passing) + matmul_workspace_bytes(self.device)
+    def temporary_bytes(self, layers: Iterable[tuple[LayerSizes, int]], neighbors: int) -> float:
+        """Return the bytes of messages and temporary memory of a stage.
+
+        Args:
+            layers: Layers of the stage, one of each kind, and their numbers.
+            neighbors: Number of stages to which it sends and from which it receives.
+        """
+        activations = [(layer, self.by_kind[layer.kind]) for layer, _ in layers]
+        # When the last block computes its gradients, the activations of the head are free already.
+        head = sum(each.saved for layer, each in activations if layer.is_last)
+        workspace = max(each.workspace - (head if layer.is_block else 0) for layer, each in activations)
+        messages = (receives_ahead(self.device) + 1) * neighbors
+        return messages * self.hidden + max(0, workspace) + matmul_workspace_bytes(self.device)
 
 
-class LayerBytes:
-    """What layers of a model keep, however they are split; found once for each way."""
+class ActivationBounds:
+    """Bytes that the layers of a model keep of a micro-batch, for decks that split them differently.
+
+    Decks with the same choices share their results, which are computed once.
+
+    Args:
+        shape: Sizes of the model.
+        layers: Layers of the model, in their order.
+        ranks_per_node: Number of consecutive ranks that share a node.
+    """
 
     def __init__(self, shape: ModelShape, layers: Sequence[LayerSizes], ranks_per_node: int) -> None:
-        self._few = replace(shape, layers=_few(layers))
+        self._small_shape = replace(shape, layers=_blocks_with_all_kinds(layers))
         self._ranks_per_node = ranks_per_node
         self._parts: dict[object, ModelPart] = {}
-        self._found: dict[object, MicroBytes] = {}
-        self._of_kinds: dict[object, dict[LayerKind, MicroBatchBytes]] = {}
+        self._models: dict[object, ModelActivations] = {}
+        self._by_kind: dict[object, dict[LayerKind, LayerActivations]] = {}
 
-    def of(self, deck: Deck) -> MicroBytes:
-        """Of a micro-batch of a deck that says how layers are split and what is computed again."""
+    def of(self, deck: Deck) -> ModelActivations:
+        """Return the bytes of a micro-batch, by how the deck splits, recomputes and stores it. Local."""
         memory = deck.memory
-        key = *_split_of(deck), deck.batch.micro_size, memory.recompute, memory.activations
-        if key not in self._found:
-            self._found[key] = self._micro_bytes(deck)
-        return self._found[key]
+        key = *_layer_split(deck), deck.batch.micro_size, memory.recompute, memory.activations
+        if key not in self._models:
+            self._models[key] = self._model_activations(deck)
+        return self._models[key]
 
-    def _micro_bytes(self, deck: Deck) -> MicroBytes:
-        part, memory = self._part(deck), deck.memory
+    def _model_activations(self, deck: Deck) -> ModelActivations:
+        model, memory = self._model(deck), deck.memory
         device = device_kind(deck.run.device)
-        (told,) = part_bytes(deck, [part], not on_host(device), memory.recompute)
-        sizes, elsewhere = told.sizes, memory.activations != "keep"
-        # What else is computed again changes nothing that a layer saves.
-        key = *_split_of(deck), sizes.micro_size, sizes.recomputes_core, memory.activations
-        if key not in self._of_kinds:
-            layers = {layer.kind: layer for layer in reversed(part.layers)}
-            self._of_kinds[key] = {kind: _kept(deck, layer, told) for kind, layer in layers.items()}
-        stays, packed, computed = segment_bytes(deck, [told.hidden])
-        kept = 0 if elsewhere else packed
-        return MicroBytes(
-            self._of_kinds[key],
-            told.hidden.bytes,
-            stays + kept,
+        (part,) = part_bytes(deck, [model], not on_host(device), memory.recompute)
+        sizes = part.sizes
+        # Other choices of recomputation do not change what a layer saves.
+        key = *_layer_split(deck), sizes.micro_size, sizes.recomputes_core, memory.activations
+        if key not in self._by_kind:
+            layers = {layer.kind: layer for layer in reversed(model.layers)}
+            self._by_kind[key] = {
+                kind: _layer_activations(deck, layer, part) for kind, layer in layers.items()
+            }
+        resident, packed, computed = segment_bytes(deck, [part.hidden])
+        kept = packed if memory.activations == "keep" else 0
+        return ModelActivations(
+            self._by_kind[key],
+            part.hidden.bytes,
+            resident + kept,
             computed - kept,
-            byte_functions.shared_bytes(part, sizes),
+            byte_functions.shared_bytes(model, sizes),
             memory.recompute,
             device,
             deck.model.has_frozen_parameters,
         )
 
-    def _part(self, deck: Deck) -> ModelPart:
+    def _model(self, deck: Deck) -> ModelPart:
+        """Return a model without memory that has a layer of each kind, on one pipeline stage."""
         layout = deck.layout
         sizes = {"pipeline": 1, "data": 1, "context": layout.context, "tensor": layout.tensor}
         if deck.model.experts:
             sizes |= {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
-            of_data = layout.context * layout.tensor
-            sizes["data"] = lcm(of_data, layout.expert * layout.expert_tensor) // of_data
-        key = _split_of(deck)
+            ranks_per_data_rank = layout.context * layout.tensor
+            ranks = lcm(ranks_per_data_rank, layout.expert * layout.expert_tensor)
+            sizes["data"] = ranks // ranks_per_data_rank
+        key = _layer_split(deck)
         if key not in self._parts:
             device = device_kind(deck.run.device)
             mesh = PlannedMesh(sizes, 0, self._ranks_per_node, device=device)
             recompute = Recompute(deck.memory.recompute)
+            all_layers = LayerRange.all_of(self._small_shape.layers)
             with META:
                 layer_context = make_layer_context(with_planned_functions(deck), mesh, recompute, device)
-                (self._parts[key],) = build_parts(
-                    self._few, layer_context, [LayerRange.all_of(self._few.layers)]
-                )
+                (self._parts[key],) = build_parts(self._small_shape, layer_context, [all_layers])
         return self._parts[key]
 
 
-def _kept(deck: Deck, layer: Layer, part: PartBytes) -> MicroBatchBytes:
-    """Of a layer of a part."""
-    sizes, saved = part.sizes, byte_functions.saved_storages(layer, part.sizes)
-    whole = staying = total(saved)
-    present = first = 0
-    later = DeferredBytes(0, 0)
+def _layer_activations(deck: Deck, layer: Layer, part: PartBytes) -> LayerActivations:
+    """Return the bytes of a micro-batch in a layer of a part."""
+    sizes, storages = part.sizes, byte_functions.saved_storages(layer, part.sizes)
+    saved = stored = total(storages)
+    computing = saved_input = 0
+    deferred = DeferredBytes(0, 0)
     if layer.is_block:
-        stays, packed, computed = segment_bytes(deck, saved)
+        resident, packed, computed = segment_bytes(deck, storages)
         kept = packed if deck.memory.activations == "keep" else 0
-        staying, present, later = stays + kept, computed - kept, byte_functions.deferred_bytes(layer, sizes)
-        first = saved[0].bytes if saved[0] == part.hidden else 0
+        stored, computing = resident + kept, computed - kept
+        deferred = byte_functions.deferred_bytes(layer, sizes)
+        saved_input = storages[0].bytes if storages[0] == part.hidden else 0
     workspace = byte_functions.workspace_bytes(layer, sizes)
-    return MicroBatchBytes(whole, staying, present, first, *later, workspace)
+    return LayerActivations(saved, stored, computing, saved_input, *deferred, workspace)
 
 
-def _few(layers: Sequence[LayerSizes]) -> int:
-    """Blocks of a model that has all kinds of blocks that this one has."""
+def _blocks_with_all_kinds(layers: Sequence[LayerSizes]) -> int:
+    """Return the number of leading blocks that have all kinds of blocks of a model."""
     kinds = [layer.kind for layer in layers if layer.is_block]
     return max(kinds.index(kind) for kind in set(kinds)) + 1
 
 
-def _split_of(deck: Deck) -> tuple[object, ...]:
-    """How layers of a deck are split."""
+def _layer_split(deck: Deck) -> tuple[object, ...]:
+    """Return the values of a deck that say how ranks split the layers of a stage."""
     layout = deck.layout
     axes = layout.tensor, layout.context, layout.expert, layout.expert_tensor
     return *axes, layout.sequence_parallel, layout.context_form
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A stage of ZeRO: over how many ranks, experts over how many; whose whole gradients come together."""
+class ZeroSplit:
+    """Split of parameters, gradients and optimizer state by ZeRO.
+
+    Attributes:
+        zero: Stage of ZeRO, from 0 to 3.
+        group_size: Number of ranks over which it splits.
+        expert_group_size: Number of ranks over which it splits the parameters of experts.
+        opened: Layers whose complete gradients exist at the same time.
+    """
 
     zero: int
-    group: int
-    of_experts: int
+    group_size: int
+    expert_group_size: int
     opened: Opened
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of an element: stored, of its gradient, and what the optimizer keeps of it; of gathered ones."""
+    """Bytes of a parameter of the model on a rank that does not split them.
 
-    stored: float
+    Attributes:
+        parameter: Bytes of its value, as stored.
+        gradient: Bytes of its gradient.
+        optimizer: Bytes of its optimizer state and master weight.
+        gathered: Bytes of its value in a gathered bucket.
+        shares_parameters: True if ranks of a node may have the values of parameters in common.
+    """
+
+    parameter: float
     gradient: float
     optimizer: float
     gathered: float
-    in_common: bool
-    """Whether ranks of a node may have what is stored in common."""
+    shares_parameters: bool
 
     @staticmethod
     def of(deck: Deck) -> StateBytes:
-        """Of the elements that a deck trains; none of its optimizer counts what is kept by block."""
-        # What is frozen has none of the rest.
+        """Return the bytes of a trained parameter of a deck. State of matrices is not counted."""
         formats, rule = Precision.of(deck), RULES[deck.optimizer.name](deck)
-        kept = 0 if isinstance(rule, MatrixRules) else 4 * len(rule.names)
         itemsize = formats.storage.itemsize
-        masters = 4 if itemsize < 4 and not isinstance(rule, MatrixRules) else 0
-        host = on_host(device_kind(deck.run.device))
-        common = host and deck.communication.requested_transport in {"auto", "shared"}
-        stored = itemsize if deck.memory.parameters == "device" else 0
-        # What is gathered may be of 8 bits, and what ranks have in common needs no memory to be gathered in.
-        gathered = 0 if common or deck.precision.fp8_gather else itemsize
+        device = device_kind(deck.run.device)
+        shares = on_host(device) and deck.communication.requested_transport in {"auto", "shared"}
+        parameter = itemsize if deck.memory.parameters == "device" else 0
+        # Buckets may be gathered in 8 bits. Parameters in common memory need no memory to be gathered.
+        gathered = 0 if shares or deck.precision.fp8_gather else itemsize
         if deck.model.has_frozen_parameters:
-            return StateBytes(stored, 0, 0, gathered, common)
-        return StateBytes(stored, formats.gradient.itemsize, masters + kept, gathered, common)
+            # Any of the parameters may be frozen, and then has no gradient and no state.
+            return StateBytes(parameter, 0, 0, gathered, shares)
+        optimizer = 0
+        if not isinstance(rule, MatrixRules):
+            optimizer = 4 * len(rule.names) + (4 if itemsize < 4 else 0)
+        return StateBytes(parameter, formats.gradient.itemsize, optimizer, gathered, shares)
 
-    def elsewhere(self) -> StateBytes:
-        """Where what the optimizer keeps does not live on the device."""
+    def without_optimizer(self) -> StateBytes:
+        """Return the bytes on the device if the optimizer state is offloaded."""
         return replace(self, optimizer=0)
 
-    def held(self, elements: ParameterCounts, cut: Cut, ranks_per_node: int) -> float:
-        """Of a stage's rank."""
-        held = self._held(elements.others, cut, cut.group, ranks_per_node)
-        held += self._held(elements.experts, cut, cut.of_experts, ranks_per_node)
-        if cut.zero > 2 and cut.group > 1:
-            opened = self.gradient * elements.blocks if cut.opened == "blocks" else 0.0
-            held += max(self.gathered * elements.gathered, opened)
-        return held + self.gradient * elements.apart
+    def rank_bytes(self, counts: ParameterCounts, split: ZeroSplit, ranks_per_node: int) -> float:
+        """Return the bytes of parameters, gradients and optimizer state of a rank.
 
-    def _held(self, elements: float, cut: Cut, group: int, ranks_per_node: int) -> float:
-        gradient = self.gradient / (group if cut.zero > 1 else 1)
-        if cut.zero > 1 and group > 1 and cut.opened == "all":
-            gradient += self.gradient  # beside the sums of the own slice
-        stored = self.stored / (group if cut.zero > 2 else 1)
-        if self.in_common and cut.zero:
-            stored /= min(group, ranks_per_node)
-        return elements * (stored + gradient + self.optimizer / (group if cut.zero else 1))
+        Args:
+            counts: Numbers of parameters of its stage.
+            split: Split by ZeRO.
+            ranks_per_node: Largest number of ranks of a group that share a node.
+        """
+        size = self._split_bytes(counts.others, split, split.group_size, ranks_per_node)
+        size += self._split_bytes(counts.experts, split, split.expert_group_size, ranks_per_node)
+        if split.zero > 2 and split.group_size > 1:
+            gradients = self.gradient * counts.blocks if split.opened == "blocks" else 0.0
+            size += max(self.gathered * counts.gathered, gradients)
+        return size + self.gradient * counts.apart
+
+    def _split_bytes(self, count: float, split: ZeroSplit, group_size: int, ranks_per_node: int) -> float:
+        """Return the bytes of `count` parameters that ZeRO splits over a group."""
+        gradient = self.gradient / (group_size if split.zero > 1 else 1)
+        if split.zero > 1 and group_size > 1 and split.opened == "all":
+            gradient += self.gradient  # complete gradients exist beside the sums of this rank's share
+        parameter = self.parameter / (group_size if split.zero > 2 else 1)
+        if self.shares_parameters and split.zero:
+            parameter /= min(group_size, ranks_per_node)
+        return count * (parameter + gradient + self.optimizer / (group_size if split.zero else 1))

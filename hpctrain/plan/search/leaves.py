@@ -8,7 +8,7 @@ from dataclasses import replace
 from hpctrain.deck.check import world_problems
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.plan.search.form import Form
-from hpctrain.plan.search.least_bytes import PartKept
+from hpctrain.plan.search.least_bytes import PartActivations
 from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds
 from hpctrain.plan.search.moments import Opened, moments, opened
 from hpctrain.plan.search.needs import Needs, States
@@ -108,29 +108,29 @@ class Leaves:
         states.
         """
         at, kept, stages = node.at, node.layers.kept, node.at.pipeline
-        parts = [kept.part(kind) for kind in form.kinds]
+        parts = [kept.part_activations(kind) for kind in form.kinds]
         chunks, places = form.schedule.chunks, self._needs.places(at, form)
         activations = []
         for number, like, kinds, _ in places:
             of_parts = [parts[kind] for kind in kinds]
-            own = kept.most(of_parts, moments(schedule, stages, at.micro_batches, chunks, number))
+            own = kept.peak_bytes(of_parts, moments(schedule, stages, at.micro_batches, chunks, number))
             ways_out = (number > 0) + (number < stages - 1)
             own = max(own, self._allowed(schedule, at, of_parts))
-            activations.append(own + kept.around(form.stages[like].alike, ways_out))
+            activations.append(own + kept.temporary_bytes(form.stages[like].alike, ways_out))
         found = []
         for held in self._states_held(at, form, ways, opened(schedule, stages, at.micro_batches)):
             both = zip(places, activations, strict=True)
             found.append(self._needs.most(at, places, [held[place.like] + own for place, own in both]))
         return found
 
-    def _allowed(self, schedule: str, at: LayoutSizes, parts: Sequence[PartKept]) -> float:
+    def _allowed(self, schedule: str, at: LayoutSizes, parts: Sequence[PartActivations]) -> float:
         """Bytes of the micro-batches that an order may have wait in parts of a stage, where a run looks for
         it by times of its own: what is found here for others may hold less.
         """
         if schedule not in LIMITS or at.pipeline == 1:
             return 0.0
         many = min(2 * LIMITS[schedule](at.pipeline), 2 * at.micro_batches)
-        return many * min(part.waiting - part.head for part in parts)
+        return many * min(part.stored - part.head for part in parts)
 
     def _states_held(
         self, at: LayoutSizes, form: Form, ways: Sequence[States], opens: Opened

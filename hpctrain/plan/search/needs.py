@@ -10,7 +10,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.room import Room
 from hpctrain.plan.search.form import Form, ParameterCounts
-from hpctrain.plan.search.least_bytes import Cut, StateBytes
+from hpctrain.plan.search.least_bytes import StateBytes, ZeroSplit
 from hpctrain.plan.search.moments import Opened
 from hpctrain.plan.search.search_space import Values
 from hpctrain.plan.time.arrangement import LayoutSizes
@@ -49,7 +49,7 @@ class Needs:
         full = (share * -(-ranks // self._together) for share, ranks in self._shares)
         self._mean = sum(full) * self._together / self._ranks
         device = StateBytes.of(deck)
-        self._states = {True: device, False: device.elsewhere()}
+        self._states = {True: device, False: device.without_optimizer()}
         self._of_stages: dict[int, list[float]] = {}
         self._nodes: dict[int, list[tuple[Counter[int], float]]] = {}
 
@@ -63,8 +63,8 @@ class Needs:
             size, of_experts = group, min(group, of_experts)
 
         def states(elements: ParameterCounts, opened: Opened) -> float:
-            cut = Cut(stage, size, of_experts, "none" if at.sliced else opened)
-            return kept.held(elements, cut, self._per_node)
+            split = ZeroSplit(stage, size, of_experts, "none" if at.sliced else opened)
+            return kept.rank_bytes(elements, split, self._per_node)
 
         return states
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.search.least_bytes import MicroBytes
+from hpctrain.plan.search.least_bytes import ModelActivations
 from hpctrain.plan.search.least_seconds import PartSeconds
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
@@ -50,7 +50,7 @@ class SplitLayers:
     at: LayoutSizes
     of_kinds: tuple[Mapping[LayerSizes, LayerSeconds], ...]
     """Of the machine's kinds of node, each by itself."""
-    kept: MicroBytes
+    kept: ModelActivations
     needs: Mapping[int, float]
     """Bytes of a rank at the least by numbers of stages that may have room."""
     layers: tuple[LayerSizes, ...]

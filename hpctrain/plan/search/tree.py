@@ -22,7 +22,7 @@ from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.search.coarse import Coarse
-from hpctrain.plan.search.least_bytes import LayerBytes, MicroBytes
+from hpctrain.plan.search.least_bytes import ActivationBounds, ModelActivations
 from hpctrain.plan.search.least_seconds import KNOWN
 from hpctrain.plan.search.leaves import Leaves
 from hpctrain.plan.search.needs import Needs, States
@@ -60,7 +60,7 @@ class Tree:
         self._kinds = Counter(self.layers)
         self.fell = Fell()
         self._per_node = deck.machine.ranks_per_node or machine.ranks_per_node
-        self._bytes = LayerBytes(self.shape, self.layers, self._per_node)
+        self._bytes = ActivationBounds(self.shape, self.layers, self._per_node)
         self.needs = Needs(deck, holding, self._per_node)
         forms = SplitForms(choices, self.shape, self.layers, self.fell)
         self._coarse = Coarse(choices, self.needs, self._kinds, forms.usual)
@@ -96,7 +96,7 @@ class Tree:
                     if whole.memory.activations == "keep":
                         break  # more sequences keep more
 
-    def _coarsely(self, deck: Deck, at: LayoutSizes, kept: MicroBytes, stages: int) -> float:
+    def _coarsely(self, deck: Deck, at: LayoutSizes, kept: ModelActivations, stages: int) -> float:
         """Bytes at the least with so many stages, whether or not these share the batch."""
         data = self.choices.ranks // (at.tensor * at.context * stages)
         passes = max(1, deck.batch.global_size // (at.micro_size * data))
@@ -105,7 +105,7 @@ class Tree:
         return self._coarse.least(deck, staged, kept, self._ways(staged), by_flops=by_flops)
 
     def _split(
-        self, deck: Deck, at: LayoutSizes, kept: MicroBytes, needs: Mapping[int, float]
+        self, deck: Deck, at: LayoutSizes, kept: ModelActivations, needs: Mapping[int, float]
     ) -> SplitLayers:
         of_kinds = tuple(
             {layer: layer_seconds(layer, at, kind) for layer in self._kinds} for kind in self.machine.kinds
