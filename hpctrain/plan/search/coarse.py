@@ -1,13 +1,14 @@
-"""What ranks hold at the least before a schedule, or the sums of gradients, are known.
+"""Lower bounds of a rank's memory before a search has chosen a schedule or a stage of ZeRO.
 
-How many micro-batches a stage has under way, in how many blocks, follows from the schedule and the split that
-its FLOPs make; it is found once for all ways to split layers.
+The number of micro-batches that a stage keeps, and of its blocks, follows from the schedule and from the
+split of the layers by FLOPs. It is the same for all layouts with as many stages, and computed once for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, inf
+from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.recompute import segment_size
@@ -20,101 +21,169 @@ from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSizes
 
 FormOf = Callable[[Deck, str, int], Form | None]
-"""The form of a schedule by name with so many chunks, of a deck with stages; None where there is none."""
+"""Function that returns the parts of a deck's model by name of the schedule and number of chunks.
+
+It returns None if the deck cannot have this schedule.
+"""
 
 
-class Coarse:
-    """Of a deck whose layers are these; `form_of` finds forms."""
+class StageLoad(NamedTuple):
+    """Numbers from which the memory of a pipeline stage follows.
+
+    Attributes:
+        stored: Number of blocks whose activations are stored, summed over micro-batches. Blocks that are
+            recomputed together count as one.
+        blocks: Number of blocks of the stage.
+    """
+
+    stored: float
+    blocks: float
+
+
+class CoarseMemoryBounds:
+    """Lower bounds of memory for all layouts of a deck with the same split of layers and number of stages.
+
+    Args:
+        choices: Values that the search may choose.
+        needs: Memory of the nodes.
+        layers: Number of layers of each kind.
+        form_of: Function that returns the parts of a schedule.
+    """
 
     def __init__(
         self, choices: SearchSpace, needs: Needs, layers: Mapping[LayerSizes, int], form_of: FormOf
     ) -> None:
         self._choices, self._needs, self._form_of = choices, needs, form_of
         self._layers = layers
-        self._blocks = {layer: many for layer, many in layers.items() if layer.is_block}
-        self._loads: dict[object, list[tuple[float, float]]] = {}
-        self._states: dict[object, tuple[float, float]] = {}
-        self._fewest: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+        self._blocks = {layer: count for layer, count in layers.items() if layer.is_block}
+        self._loads: dict[object, list[StageLoad]] = {}
+        self._state_bytes: dict[object, tuple[float, float]] = {}
+        self._stored_micro_batches: dict[tuple[int, int], set[tuple[int, ...]]] = {}
 
-    def least(
-        self, deck: Deck, at: LayoutSizes, kept: ModelActivations, ways: list[States], *, by_flops: bool
+    def least_bytes(
+        self,
+        deck: Deck,
+        layout: LayoutSizes,
+        activations: ModelActivations,
+        states: Sequence[States],
+        *,
+        by_flops: bool,
     ) -> float:
-        """Bytes of the node that needs most, for a rank, of all schedules and these ways to keep states;
-        where blocks are not split `by_flops`, however they are.
+        """Return a lower bound of the bytes of a rank, on the node that needs most. Local.
+
+        It holds for every schedule and for every given choice of ZeRO.
+
+        Args:
+            deck: Deck with the split of the layers.
+            layout: Layout, with the number of stages.
+            activations: Bytes of a micro-batch in the layers of the model.
+            states: Functions that return the bytes of parameters and their state, one for each choice of
+                ZeRO.
+            by_flops: True if the blocks are split by FLOPs; False if any split is possible.
         """
-        states, of_all = self._states_of(at, ways)
-        mean = self._needs.of_mean_rank(of_all + kept.stored_bytes(self._layers) / at.pipeline)
-        if kept.has_frozen_parameters or (not by_flops and self._needs.mixes(at)):
+        block_state, rank_state = self._least_state_bytes(layout, states)
+        stored = activations.stored_bytes(self._layers) / layout.pipeline
+        mean = self._needs.of_mean_rank(rank_state + stored)
+        nodes_mix_stages = self._needs.mixes(layout)
+        if activations.has_frozen_parameters or (not by_flops and nodes_mix_stages):
             return mean
         if not by_flops:
-            return max(mean, self._of_any_split(at, kept, states))
-        kinds = [kept.by_kind[layer.kind] for layer in self._blocks]
-        computed = kept.recompute not in {"none", "selective"}
-        unit = kept.stored_input if computed else min(each.stored for each in kinds)
-        if self._needs.mixes(at):
-            loads = self._loads_of(deck, at, whole=False)
-            held = (alive * unit + blocks * states for alive, blocks in loads)
-            return max(mean, min(map(self._needs.of_mean_rank, held), default=inf))
-        besides = min(each.saved - each.saved_input for each in kinds) if computed else 0
-        loads = self._loads_of(deck, at, whole=True)
-        held = (alive * unit + blocks * states + (besides if blocks else 0) for alive, blocks in loads)
-        return max(mean, min((self._needs.libraries + each for each in held), default=inf))
+            return max(mean, self._bytes_of_any_split(layout, activations, block_state))
+        blocks = [activations.by_kind[layer.kind] for layer in self._blocks]
+        is_recomputed = activations.recompute not in {"none", "selective"}
+        unit = activations.stored_input if is_recomputed else min(block.stored for block in blocks)
+        loads = self._stage_loads(deck, layout, largest=not nodes_mix_stages)
+        if nodes_mix_stages:
+            sizes = (load.stored * unit + load.blocks * block_state for load in loads)
+            return max(mean, min(map(self._needs.of_mean_rank, sizes), default=inf))
+        recomputed = min(block.saved - block.saved_input for block in blocks) if is_recomputed else 0
+        sizes = (
+            load.stored * unit + load.blocks * block_state + (recomputed if load.blocks else 0)
+            for load in loads
+        )
+        return max(mean, min((self._needs.libraries + size for size in sizes), default=inf))
 
-    def _of_any_split(self, at: LayoutSizes, kept: ModelActivations, states: float) -> float:
-        """However blocks are split: a stage with n micro-batches under way has room for X / (n w + s) of them
-        in X bytes, of w that wait in a block and s of its states, and all stages for all.
+    def _bytes_of_any_split(
+        self, layout: LayoutSizes, activations: ModelActivations, block_state: float
+    ) -> float:
+        """Return a lower bound of the bytes of a rank for every split of the blocks over stages.
+
+        In X bytes, a stage that stores n micro-batches has room for X / (n a + s) blocks, with a bytes of
+        activations and s bytes of state of a block. All stages together must have room for all blocks.
+
+        Args:
+            layout: Layout, with the number of stages.
+            activations: Bytes of a micro-batch in the layers of the model.
+            block_state: Least bytes of the parameters of a block and of their state.
         """
         blocks = sum(self._blocks.values())
-        size = segment_size(kept.recompute, blocks)
-        waiting = min(kept.by_kind[layer.kind].stored for layer in self._blocks)
-        of_block = kept.stored_input / size if size else waiting
-        key = at.pipeline, _rounded(at)
-        if key not in self._fewest:
-            self._fewest[key] = self._fewest_of(*key)
-        shares = self._needs.shares(at)
-        rooms = (
-            sum(share / max(1.0, many * of_block + states) for many, share in zip(each, shares, strict=True))
-            for each in self._fewest[key]
+        size = segment_size(activations.recompute, blocks)
+        stored = min(activations.by_kind[layer.kind].stored for layer in self._blocks)
+        block_bytes = activations.stored_input / size if size else stored
+        key = layout.pipeline, _rounded_micro_batches(layout)
+        if key not in self._stored_micro_batches:
+            self._stored_micro_batches[key] = self._fewest_micro_batches(*key)
+        shares = self._needs.shares(layout)
+        blocks_per_byte = (
+            sum(
+                share / max(1.0, count * block_bytes + block_state)
+                for count, share in zip(counts, shares, strict=True)
+            )
+            for counts in self._stored_micro_batches[key]
         )
-        return blocks / max(rooms, default=inf)
+        return blocks / max(blocks_per_byte, default=inf)
 
-    def _fewest_of(self, stages: int, most: int) -> set[tuple[int, ...]]:
-        """Of each schedule the micro-batches that every stage has under way in any of its parts."""
+    def _fewest_micro_batches(self, stages: int, micro_batches: int) -> set[tuple[int, ...]]:
+        """Return, for each schedule, the number of micro-batches that each stage stores at some time.
+
+        If a stage has several chunks, it is that of the chunk that stores the fewest.
+        """
         return {
-            tuple(min(moments(name, stages, most, chunks, stage)[0].waiting) for stage in range(stages))
+            tuple(
+                min(moments(name, stages, micro_batches, chunks, stage)[0].waiting) for stage in range(stages)
+            )
             for name, chunks in self._choices.of_schedules(stages, stages)
         }
 
-    def _states_of(self, at: LayoutSizes, ways: list[States]) -> tuple[float, float]:
-        """Bytes of states of a block, and of all of a mean rank, as few as can be."""
-        key = at.tensor, at.context, at.data, at.pipeline, at.expert, at.expert_tensor
-        if key not in self._states:
-            of_blocks = [layer.elements(at) for layer in self._blocks]
-            block = ParameterCounts(min(each[0] for each in of_blocks), min(each[1] for each in of_blocks))
-            sizes = [(many, layer.elements(at)) for layer, many in self._layers.items()]
-            experts, others = (sum(many * each[index] for many, each in sizes) for index in range(2))
-            mean = ParameterCounts(experts / at.pipeline, others / at.pipeline)
-            self._states[key] = min(of(block, "none") for of in ways), min(of(mean, "none") for of in ways)
-        return self._states[key]
+    def _least_state_bytes(self, layout: LayoutSizes, states: Sequence[States]) -> tuple[float, float]:
+        """Return the least bytes of parameters and their state, of a block and of a mean rank."""
+        key = layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert, layout.expert_tensor
+        if key not in self._state_bytes:
+            block_elements = [layer.elements(layout) for layer in self._blocks]
+            block = ParameterCounts(
+                min(experts for experts, _ in block_elements), min(others for _, others in block_elements)
+            )
+            elements = [(count, layer.elements(layout)) for layer, count in self._layers.items()]
+            experts, others = (sum(count * each[index] for count, each in elements) for index in range(2))
+            mean = ParameterCounts(experts / layout.pipeline, others / layout.pipeline)
+            self._state_bytes[key] = (
+                min(state_bytes(block, "none") for state_bytes in states),
+                min(state_bytes(mean, "none") for state_bytes in states),
+            )
+        return self._state_bytes[key]
 
-    def _loads_of(self, deck: Deck, at: LayoutSizes, *, whole: bool) -> list[tuple[float, float]]:
-        """Of each form of a schedule blocks of micro-batches that wait on a stage, or pieces of blocks that
-        are computed again as one, and its blocks: of the stage that has most, or in the mean. Those with more
-        of both than another are left out.
+    def _stage_loads(self, deck: Deck, layout: LayoutSizes, *, largest: bool) -> list[StageLoad]:
+        """Return the loads of each schedule, without those that exceed another one in both numbers.
+
+        Args:
+            deck: Deck with the split of the layers.
+            layout: Layout, with the number of stages.
+            largest: True for the stage with the largest load, False for the mean over all stages.
         """
-        most = _rounded(at)
-        key = at.pipeline, most, deck.memory.recompute, whole
+        micro_batches = _rounded_micro_batches(layout)
+        key = layout.pipeline, micro_batches, deck.memory.recompute, largest
         if key not in self._loads:
-            found = sorted(self._forms(deck, at, most, whole))
-            best = list[tuple[float, float]]()
-            for alive, blocks in found:
-                if not best or blocks < best[-1][1]:
-                    best.append((alive, blocks))
+            best = list[StageLoad]()
+            for load in sorted(self._schedule_loads(deck, layout.pipeline, micro_batches, largest)):
+                if not best or load.blocks < best[-1].blocks:
+                    best.append(load)
             self._loads[key] = best
         return self._loads[key]
 
-    def _forms(self, deck: Deck, at: LayoutSizes, most: int, whole: bool) -> Iterator[tuple[float, float]]:
-        stages = at.pipeline
+    def _schedule_loads(
+        self, deck: Deck, stages: int, micro_batches: int, largest: bool
+    ) -> Iterator[StageLoad]:
+        """Yield the largest or the mean load of the stages of each schedule."""
         deck = with_values(deck, {"layout.pipeline": stages})
         for schedule, chunks in self._choices.of_schedules(stages, stages):
             form = self._form_of(deck, schedule, chunks)
@@ -122,26 +191,27 @@ class Coarse:
                 continue
             loads = []
             for stage in form.stages:
-                for number in stage.numbers[:1] if whole else stage.numbers:
+                for number in stage.numbers[:1] if largest else stage.numbers:
                     parts = [form.kinds[kind] for kind in form.kinds_on(number)]
-                    (first, *_) = moments(schedule, stages, most, chunks, number)
-                    alive = sum(
-                        many * _units(deck, len(part.blocks))
-                        for many, part in zip(first.waiting, parts, strict=True)
+                    (first, *_) = moments(schedule, stages, micro_batches, chunks, number)
+                    stored = sum(
+                        count * _stored_units(deck, len(part.blocks))
+                        for count, part in zip(first.waiting, parts, strict=True)
                     )
-                    loads.append((float(alive), float(sum(len(part.blocks) for part in parts))))
-            if whole:
+                    loads.append(StageLoad(float(stored), float(sum(len(part.blocks) for part in parts))))
+            if largest:
                 yield max(loads)
             else:
-                yield sum(each[0] for each in loads) / stages, sum(each[1] for each in loads) / stages
+                stored_blocks, blocks = (sum(numbers) / stages for numbers in zip(*loads, strict=True))
+                yield StageLoad(stored_blocks, blocks)
 
 
-def _rounded(at: LayoutSizes) -> int:
-    """A number of micro-batches that hold no more than a step's."""
-    return 1 << (min(at.micro_batches, 2 * at.pipeline).bit_length() - 1)
+def _rounded_micro_batches(layout: LayoutSizes) -> int:
+    """Return a power of two with which a schedule stores no more than with the micro-batches of a step."""
+    return 1 << (min(layout.micro_batches, 2 * layout.pipeline).bit_length() - 1)
 
 
-def _units(deck: Deck, blocks: int) -> int:
-    """What is kept of so many blocks: each, or of those that are computed again as one the first input."""
+def _stored_units(deck: Deck, blocks: int) -> int:
+    """Return the number of segments of a part, or without recomputation of its blocks."""
     size = segment_size(deck.memory.recompute, blocks)
     return ceil(blocks / size) if size else blocks

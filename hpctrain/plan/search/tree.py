@@ -21,7 +21,7 @@ from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.search.coarse import Coarse
+from hpctrain.plan.search.coarse import CoarseMemoryBounds
 from hpctrain.plan.search.least_bytes import ActivationBounds, ModelActivations
 from hpctrain.plan.search.least_seconds import KNOWN
 from hpctrain.plan.search.leaves import Leaves
@@ -63,7 +63,7 @@ class Tree:
         self._bytes = ActivationBounds(self.shape, self.layers, self._per_node)
         self.needs = Needs(deck, holding, self._per_node)
         forms = SplitForms(choices, self.shape, self.layers, self.fell)
-        self._coarse = Coarse(choices, self.needs, self._kinds, forms.usual)
+        self._coarse = CoarseMemoryBounds(choices, self.needs, self._kinds, forms.usual)
         self._leaves = Leaves(choices, machine, self.needs, forms, self.fell, limit)
         self._schedule = lru_cache(maxsize=16)(_schedule)
         lying = ranks_of_kinds(machine, choices.ranks, self._per_node)
@@ -102,7 +102,7 @@ class Tree:
         passes = max(1, deck.batch.global_size // (at.micro_size * data))
         staged = replace(at, pipeline=stages, data=data, micro_batches=passes)
         by_flops = not self.machine.others or self.choices.given("layout.split")
-        return self._coarse.least(deck, staged, kept, self._ways(staged), by_flops=by_flops)
+        return self._coarse.least_bytes(deck, staged, kept, self._ways(staged), by_flops=by_flops)
 
     def _split(
         self, deck: Deck, at: LayoutSizes, kept: ModelActivations, needs: Mapping[int, float]
@@ -160,7 +160,7 @@ class Tree:
             ground = Ground(self.machine, staged)
             least = needed
             if self.machine.others and ground.is_one:
-                least = self._coarse.least(deck, staged, node.kept, self._ways(staged), by_flops=True)
+                least = self._coarse.least_bytes(deck, staged, node.kept, self._ways(staged), by_flops=True)
                 if least > self.limit:
                     self.fell.counts["memory"] += 1
                     continue
