@@ -1,8 +1,8 @@
-"""An engine whose memory is planned before it is there, and refused where no node could have it."""
+"""Construction of an engine after a check that its predicted memory fits into the nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -20,13 +20,16 @@ from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room, demand_room
-from hpctrain.plan.savings import LEAST_SAVING, find_savings
+from hpctrain.plan.savings import LEAST_SAVING, MemorySaving, find_savings
 from hpctrain.plan.words import largest_kinds
 from hpctrain.text import either
 from hpctrain.units import format_bytes
 
-ADVISED = 3  # changes of the deck that are named where it does not fit, at most
-ADVICE_SECONDS = 4.0  # after so long no other change is planned: all ranks wait to be refused
+MAX_ADVISED_CHANGES = 3
+"""Largest number of changes of a deck that the error message names if the deck does not fit."""
+
+ADVICE_SECONDS = 4.0
+"""Seconds after which no further change of a deck is planned, since all ranks wait for the error message."""
 
 
 def build_within_memory(
@@ -35,42 +38,72 @@ def build_within_memory(
     mesh: Mesh,
     ready: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, MemoryPlan]:
-    """The engine of a deck, and the plan of its memory, which comes first. Collective.
+    """Predict the memory of a run, and build its engine if that memory fits. Collective.
 
-    HpctrainError on all ranks, before anything large is allocated, where the plan needs more than a node
-    has, or than the deck's [machine] says. `ready` is called when that is settled, before the engine makes
-    any file; what was found for the deck stands in for what would be measured.
+    Choices that an earlier run has measured are taken from the deck and not measured again.
+
+    Args:
+        deck: The deck.
+        world: All ranks.
+        mesh: Mesh of the ranks.
+        ready: Function that is called when the memory is known to fit, before the engine creates files.
+
+    Returns:
+        The engine, and the predicted memory of all ranks.
+
+    Raises:
+        HpctrainError: On all ranks, before anything large is allocated, if the ranks of a node need more
+            memory than the node has, or than the deck allows in [machine].
     """
     with world.agreement():
-        # What building a module loads, and running it, counts as a library.
+        # Libraries that a user's module loads when it is built and run count in `library_bytes`.
         model_flops(architecture_of(deck, deck.model.vocabulary or 0))
     deck = choose_kernels(with_split(deck, deck.runtime_choices.split), world, mesh)
     libraries = library_bytes() if on_host(world.device) else 0
     spec = make_engine_spec(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     assert deck.model.vocabulary is not None
-    numbers = world.size, deck.model.vocabulary, libraries, world.topology.ranks_per_node
-    plan = plan_run_memory(planned, *numbers, spec.placement.split, spec.schedule)
-    here = plan.stages[mesh.coordinate("pipeline")].required_bytes
+    arguments = world.size, deck.model.vocabulary, libraries, world.topology.ranks_per_node
+    plan = plan_run_memory(planned, *arguments, spec.placement.split, spec.schedule)
+    required_bytes = plan.stages[mesh.coordinate("pipeline")].required_bytes
 
-    def advice(room: Room) -> str:
+    def advice(exceeded: Room) -> str:
         savings = find_savings(
             deck,
             plan,
             lambda change: changed_deck(planned, [change], world.size),
-            lambda changed: plan_run_memory(changed.with_runtime_choices(deck.runtime_choices), *numbers),
+            lambda changed: plan_run_memory(changed.with_runtime_choices(deck.runtime_choices), *arguments),
             ADVICE_SECONDS,
         )
-        ways = [f"--set {each.change} ({format_bytes(each.total)} per rank)" for each in savings[:ADVISED]]
-        held = plan.largest.memory
-        cut = held.parameter + held.gradient + held.optimizer > LEAST_SAVING * held.total
-        if libraries < room.limit.bytes and (room.ranks > 1 or cut):
-            ways.append("more nodes")
-        less = f"to reduce it, use {either(ways)}; " if ways else ""
         key = "machine.memory" if on_host(world.device) else "machine.gpu_memory"
-        return f"{largest_kinds(plan)}; {less}--set {key}=SIZE overrides the limit"
+        return _advice(plan, savings, exceeded, libraries, key)
 
-    demand_room(world, deck.machine, deck.sources.name, here, advice)
-    world.planned_bytes = here
+    demand_room(world, deck.machine, deck.sources.name, required_bytes, advice)
+    world.planned_bytes = required_bytes
     ready()
     return assemble(deck, world, mesh, spec), plan
+
+
+def _advice(
+    plan: MemoryPlan, savings: Sequence[MemorySaving], exceeded: Room, libraries: int, limit_key: str
+) -> str:
+    """Return the end of the error message: what needs most memory, and which changes would reduce it.
+
+    Args:
+        plan: Predicted memory of all ranks.
+        savings: Changes of the deck that save memory, the best first.
+        exceeded: Limit that the ranks of a node exceed.
+        libraries: Bytes of a process without a model.
+        limit_key: Key of the deck that sets the limit.
+    """
+    remedies = [
+        f"--set {saving.change} ({format_bytes(saving.total)} per rank)"
+        for saving in savings[:MAX_ADVISED_CHANGES]
+    ]
+    account = plan.largest.memory
+    state = account.parameter + account.gradient + account.optimizer
+    # With more nodes, fewer ranks share a node, or the state is split among more ranks.
+    if libraries < exceeded.limit.bytes and (exceeded.ranks > 1 or state > LEAST_SAVING * account.total):
+        remedies.append("more nodes")
+    reduction = f"to reduce it, use {either(remedies)}; " if remedies else ""
+    return f"{largest_kinds(plan)}; {reduction}--set {limit_key}=SIZE overrides the limit"
