@@ -88,7 +88,8 @@ class World:
         everyone: Group of all ranks of this world.
         removed_segments: Files in /dev/shm that killed jobs had left and that this rank has removed.
         planned_bytes: Memory that this rank will use according to its plan, in bytes; 0 without a plan.
-        malloc_reason: Why some rank allocates tensors of its CPU by malloc; "" on GPUs, or if none does.
+        malloc_reason: Reason why malloc allocates the CPU tensors of some rank, instead of the heap of
+            `host/tensor_heap`; "" if no rank computes on a CPU with malloc.
     """
 
     def __init__(self, communicator: MPI.Intracomm, parent: World | None = None) -> None:
@@ -237,33 +238,34 @@ class World:
         """Prepare this process for a device. Collective."""
         self.device = self.everyone.device = device
         prepare_device(device, deterministic)
-        if on_host(device) and not self._has_set_up_heap:
-            self._has_set_up_heap = True
+        if not self._has_set_up_heap:
             with self._agreements.record(Call("set_up_tensor_heap")):
                 self._set_up_tensor_heap()
 
     def _set_up_tensor_heap(self) -> None:
-        """Allocate the tensors of all ranks from heaps. Collective.
+        """Let torch allocate the CPU tensors of all ranks from heaps, if all compute on CPUs. Collective.
 
-        One rank of each node builds the library. Ranks without it allocate their tensors by malloc.
+        One rank of each node builds the library. Ranks that get no library, or no heap, use malloc.
         """
         node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        computes_on_cpu, problem = on_host(self.device), ""
         library: bytes | None = None
-        problem = ""
-        if node.rank == 0:
+        if node.rank == 0 and computes_on_cpu:
             try:
                 library = build_tensor_heap()
             except CompilerError as error:
                 problem = str(error)
         library = node.bcast(library)
         node.Free()
-        if library is not None:
+        if library is not None and computes_on_cpu:
             try:
                 install_tensor_heap(library)
             except OSError as error:
-                problem = str(error)
-        problems = self.everyone.all_gather_object(problem)
-        self.malloc_reason = next(filter(None, problems), "")
+                problem = f"no addresses for a heap: {error.strerror or error}"
+        where = f" (rank {self.rank} on {self.hostname})" if problem else ""
+        gathered = self.everyone.all_gather_object((computes_on_cpu, problem + where))
+        self._has_set_up_heap = all(on_cpu for on_cpu, _ in gathered)
+        self.malloc_reason = next((reason for _, reason in gathered if reason), "")
 
     def compare_calls(self, enabled: bool) -> None:
         """Switch the comparison of calls between ranks on or off. Collective.

@@ -21,6 +21,8 @@ class RuntimeChoices:
         compiled_record: Record of the compiled functions in the run that is resumed; "" if it used torch's.
         tokenizer_tokens: Number of tokens of the data's tokenizer, which may be smaller than the model's
             vocabulary; None without a tokenizer.
+        uses_malloc: True if malloc allocates the tensors of some rank's CPU instead of a heap of tensors;
+            None if that is not known yet.
     """
 
     split: tuple[int, ...] | None = field(default=None, compare=False)
@@ -29,3 +31,4 @@ class RuntimeChoices:
     functions: object = field(default=None, compare=False)
     compiled_record: str | None = field(default=None, compare=False)
     tokenizer_tokens: int | None = field(default=None, compare=False)
+    uses_malloc: bool | None = field(default=None, compare=False)

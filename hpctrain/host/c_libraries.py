@@ -104,7 +104,7 @@ def build_library(
         program: Program of Python that calls all functions of the library whose file is its argument.
         is_correct: Function that returns True if the results of a library are correct. It is called with a
             new library that was tried.
-        options: Options of the compiler beside those of the language. A library of the cache had the same.
+        options: Further options of the compiler. A library in the cache is used only for the same options.
 
     Raises:
         CompilerError: There is no compiler, it fails, or the library does not run or compute correctly.
@@ -164,7 +164,7 @@ def _cache_path(source: Path, program: Path, options: Sequence[str]) -> Path:
     parts = (
         source.read_bytes(),
         program.read_bytes(),
-        *map(str.encode, (*command, str(status.st_mtime_ns), str(status.st_size))),
+        *map(os.fsencode, (*command, str(status.st_mtime_ns), str(status.st_size))),
         platform.machine().encode(),
         processor.encode(),
     )
@@ -200,14 +200,14 @@ def find_compiler(
 def compile_library(
     source: Path, environment: Mapping[str, str] = os.environ, options: Sequence[str] = ()
 ) -> bytes:
-    """Return the shared library of a source for this processor, which is neither tried nor kept. Local.
+    """Compile a source for this processor, and return the shared library. Local.
 
     It takes about a second, and leaves no file.
 
     Args:
         source: File of C or C++.
         environment: Environment variables of the compiler.
-        options: Options of the compiler beside those of the language.
+        options: Further options of the compiler.
 
     Raises:
         CompilerError: There is no compiler, or it fails.
@@ -269,7 +269,8 @@ def try_library(content: bytes, program: Path) -> None:
 def open_library(content: bytes, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     """Load a library from memory, since folders of temporary files may forbid programs.
 
-    Its file remains open: the loader identifies libraries by name, and would return it for another one.
+    Its file remains open. Otherwise another library could get the same name, by which the loader identifies
+    libraries.
 
     Args:
         content: The library.

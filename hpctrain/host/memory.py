@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.host.tensor_heap.tensor_heap import configures_malloc, release_tensor_heap
+from hpctrain.host.tensor_heap.tensor_heap import malloc_variable, release_tensor_heap
 from hpctrain.units import format_bytes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
@@ -23,8 +23,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHO
 ROOT = Path("/")
 """Folder that contains /proc and the file systems of cgroups."""
 
-LARGEST_KEPT = 32 << 20
-"""Largest block, in bytes, that the C library keeps when it is freed, after `keep_freed_memory`."""
+_LARGEST_KEPT = 32 << 20
+"""Largest block, in bytes, that glibc keeps when it is freed, if it is told to keep freed memory."""
 
 UNLIMITED = 2**60
 """Limits from this size on are none: cgroups of version 1 write a large number instead."""
@@ -32,7 +32,9 @@ UNLIMITED = 2**60
 _USED = ("memory.current", "memory.usage_in_bytes")  # files of cgroups of versions 2 and 1
 
 # Texts with which torch and the libraries below it report that there is no memory.
-_REFUSALS = re.compile(r"not enough memory|(can't|cannot) allocate memory|bad_alloc", re.IGNORECASE)
+_REFUSALS = re.compile(
+    r"not enough memory|(can't|cannot) allocate memory|bad_alloc|can't start new thread", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,18 @@ def keep_freed_memory() -> bool:
     Returns:
         True if the C library keeps freed memory from now on.
     """
-    if configures_malloc(os.environ) or not _is_glibc():
+    if malloc_variable(os.environ) or not _is_glibc():
         return False
     library = ctypes.CDLL(None)
-    kept = library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
+    kept = library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
     return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that the heap of tensors and the C library have kept to the system. Local.
+    """Return the free memory of the heap of tensors and of malloc to the system. Local.
 
-    What a run frees before it builds its model, such as operands of measured kernels, lies between blocks
-    of memory that remain. The tensors of a step do not fit there, so it would count as used to the end of the
-    process. No other C library than glibc returns its memory.
+    A run calls it before it builds its model: free memory of measured kernels may lie where nothing later
+    fits, and would count as used to the end of the process. Only glibc's malloc returns its memory.
     """
     release_tensor_heap()
     if sys.platform.startswith("linux") and _is_glibc():

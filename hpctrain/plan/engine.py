@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -59,6 +60,8 @@ def build_within_memory(
         # Libraries that a user's module loads when it is built and run count in `library_bytes`.
         model_flops(architecture_of(deck, deck.model.vocabulary or 0))
     deck = choose_kernels(with_split(deck, deck.runtime_choices.split), world, mesh)
+    choices = replace(deck.runtime_choices, uses_malloc=bool(world.malloc_reason))
+    deck = deck.with_runtime_choices(choices)
     libraries = library_bytes() if on_host(world.device) else 0
     spec = make_engine_spec(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})

@@ -16,7 +16,7 @@ from hpctrain.parallel.shards import UpdateSettings
 from hpctrain.sharding.state import MASTER
 
 _LATER_BYTES = 12 << 20
-"""Bytes that runs have after `library_bytes` beside tensors: Python's objects, and code of libraries.
+"""Bytes that a run allocates after this measurement beside tensors: Python's objects, and code of libraries.
 
 Measured were 8 to 21 MB in dense models of 5M to 96M parameters.
 """

@@ -48,7 +48,7 @@ from hpctrain.plan.stages_on_meta import build_stage_on_meta
 from hpctrain.sharding.state import MODEL
 
 MALLOC_GAPS = 0.25
-"""Freed memory that malloc keeps between tensors, as a part of activations; a heap of tensors keeps none."""
+"""Freed memory that malloc, unlike the heap of tensors, keeps between tensors: a fraction of activations."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,8 @@ class MemoryPlanner:
         other += staged + _workspace_bytes(deck, parts)
         copies = 0
         if on_host(device):
-            if not can_build_tensor_heap():
+            uses_malloc = deck.runtime_choices.uses_malloc
+            if not can_build_tensor_heap() if uses_malloc is None else uses_malloc:
                 other += int(MALLOC_GAPS * activation)
             other += prepared_bytes(_layers_of(parts), parts[0].sizes, deck.machine.prepared_product)
             other += _saving_bytes(stage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.create import temporary_name
-from hpctrain.checkpoint.draft import Draft
+from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.create import create, temporary_name
+from hpctrain.checkpoint.draft import Draft, saving_bytes
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.verify import verify
 from hpctrain.checkpoint.write import save
@@ -241,3 +243,28 @@ def test_no_tensors_and_no_state(world: World, tmp_path: Path) -> None:
     group = world.single_rank_world().everyone
     save(tmp_path / "a.h5", group, [], {})
     assert load(tmp_path / "a.h5", group, []).keys() == {"versions"}
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_saving_needs_the_planned_memory(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"large": torch.arange(3 << 19, dtype=torch.float32), "small": torch.ones(3)}
+    tracemalloc.start()
+    monkeypatch.setattr(checksum, "_keys", checksum._Keys())
+    monkeypatch.setattr(checksum, "_memory", checksum._ThreadBuffers())
+    save(tmp_path / "a.h5", world.everyone, whole(tensors, 0, 1), STATE)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    planned = saving_bytes(3 << 19, 4)
+    assert planned == (4 << 20) + 8 * (1 << 20) + 8 * (1 << 18)
+    assert planned < peak < planned + (2 << 20)
+
+
+def test_headers_take_little_memory(tmp_path: Path) -> None:
+    """The headers of 200 datasets of 200 kB are a few kB each, far apart in the file."""
+    tracemalloc.start()
+    create(tmp_path / "a.h5", {f"/model/{number}": ("float32", (50_000,)) for number in range(200)}, STATE)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200 * 20_000

@@ -63,7 +63,7 @@ class Machine(Section):
     )
     prepared_product: Bytes = key(
         "Memory that oneDNN keeps for each matrix product that it has prepared on a CPU, for plans.",
-        570_000,
+        670_000,
         unit="bytes",
         ge=0,
     )

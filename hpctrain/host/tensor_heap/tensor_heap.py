@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -15,26 +16,34 @@ import torch
 from hpctrain.host.c_libraries import CompilerError, build_packaged_library, open_library
 from hpctrain.host.tensor_heap.tensor_heap_library import TensorHeapLibrary
 
+_CONFIGURES_MALLOC = re.compile(
+    r"MALLOC_.*=|GLIBC_TUNABLES=.*malloc|THP_MEM_ALLOC_ENABLE=1|LD_PRELOAD=.*malloc"
+)
+"""Environment variables by which users configure or replace malloc, or torch's use of it."""
+
 
 def build_tensor_heap(environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the library of the heap for this process's torch, from the cache if it is there. Local.
+    """Return the library of the heap, compiled for this process's torch or taken from the cache. Local.
 
     Args:
-        environment: Environment variables, which may configure malloc.
+        environment: Environment variables.
 
     Raises:
-        CompilerError: The user has configured malloc by environment variables, which the heap would replace,
-            or no compiler makes a library that runs here.
+        CompilerError: No compiler makes a library that runs here, or the user has configured malloc, so that
+            tensors shall be allocated by it.
     """
-    if configures_malloc(environment):
-        raise CompilerError("malloc is configured by environment variables")
+    if variable := malloc_variable(environment):
+        raise CompilerError(f"${variable} is set")
     folder = Path(torch.__file__).parent
+    status = (folder / "lib" / "libc10.so").stat()
     options = (
-        f"-DTORCH_RELEASE={torch.__version__}",  # nothing reads it: a library serves one release of torch
+        # The first macro is not used. It changes the name in the cache with the build of torch.
+        f"-DTORCH_BUILD={torch.__version__}.{status.st_mtime_ns}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        "-fvisibility=hidden",
         f"-isystem{folder}/include",
         f"-L{folder}/lib",
-        f"-Wl,-rpath,{folder}/lib",
+        *("-Xlinker", "-rpath", "-Xlinker", f"{folder}/lib"),
         "-lc10",
     )
     return build_packaged_library(
@@ -42,22 +51,28 @@ def build_tensor_heap(environment: Mapping[str, str] = os.environ) -> bytes:
     )
 
 
-def install_tensor_heap(content: bytes) -> None:
+def install_tensor_heap(library: bytes) -> None:
     """Allocate the tensors of this process's CPU from a heap from now on. Local.
 
-    Nothing happens if it has one already. Tensors that exist stay where they are. The heap takes as many
-    addresses as the node has memory, and at most half of those that the process may use. It takes memory only
-    for tensors. Tensors that do not fit are allocated by malloc.
+    Nothing happens if the process has a heap already. Existing tensors are not moved.
+
+    The heap reserves as many addresses as the node has bytes of memory. If the addresses of the process are
+    limited (`ulimit -v`), it reserves half of those that are left. It uses memory only for tensors. Tensors
+    that do not fit into the heap are allocated by malloc.
 
     Args:
-        content: Library that `build_tensor_heap` has returned to a process of this node.
+        library: Result of `build_tensor_heap` in this process or in another one of this node.
 
     Raises:
-        OSError: The library cannot be loaded, or the system does not reserve so many addresses.
+        OSError: The library cannot be loaded, or the system does not reserve the addresses.
     """
-    library = _loaded_library() or TensorHeapLibrary(open_library(content, ctypes.RTLD_GLOBAL))
-    size, (addresses, _) = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), getrlimit(RLIMIT_AS)
-    library.install(size if addresses == RLIM_INFINITY else min(size, addresses // 2))
+    loaded = _loaded_library() or TensorHeapLibrary(open_library(library, ctypes.RTLD_GLOBAL))
+    page, (limit, _) = os.sysconf("SC_PAGE_SIZE"), getrlimit(RLIMIT_AS)
+    size = page * os.sysconf("SC_PHYS_PAGES")
+    if limit != RLIM_INFINITY:
+        used = page * int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        size = min(size, max(0, limit - used) // 2)
+    loaded.install(size)
 
 
 def release_tensor_heap() -> None:
@@ -74,15 +89,18 @@ def _loaded_library() -> TensorHeapLibrary | None:
     return None
 
 
-def configures_malloc(environment: Mapping[str, str]) -> bool:
-    """Return True if environment variables configure the malloc of glibc or another one, such as jemalloc."""
-    variables = any(name.startswith("MALLOC_") for name in environment)
-    return variables or "malloc" in environment.get("GLIBC_TUNABLES", "")
+def malloc_variable(environment: Mapping[str, str]) -> str | None:
+    """Return an environment variable by which the user has configured or replaced malloc, or None."""
+    found = (name for name, value in environment.items() if _CONFIGURES_MALLOC.match(f"{name}={value}"))
+    return next(found, None)
 
 
 @cache
 def can_build_tensor_heap() -> bool:
-    """Return True if `build_tensor_heap` succeeds on this machine. Local."""
+    """Return True if `build_tensor_heap` succeeds on this machine. Local.
+
+    Plans call it. A run knows the result for all its ranks (`World.malloc_reason`).
+    """
     try:
         build_tensor_heap()
     except CompilerError:

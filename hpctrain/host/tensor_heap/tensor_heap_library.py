@@ -1,6 +1,7 @@
-"""Library that is compiled from `tensor_heap.cpp`, as ctypes calls it; as a program, a trial of it.
+"""Library that is compiled from `tensor_heap.cpp`, as ctypes calls it.
 
-It imports only the standard library, for the same reasons as `kernels/functions/function_library.py`.
+As a program, this module tries the library that is its argument, in a process that a wrong library may end.
+It imports only the standard library, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ class TensorHeapLibrary:
 
     Attributes:
         release: Function that returns the free memory of the heap to the system.
+        allocate: Function that allocates memory as torch does for a tensor of so many bytes, and returns its
+            address.
+        free: Function that frees such memory.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Look up the functions.
 
         Raises:
-            AttributeError: The library is another one.
+            AttributeError: The library does not have them.
         """
         self._install = library.hpctrain_install_tensor_heap
         self._install.argtypes = (ctypes.c_size_t,)
@@ -44,11 +48,11 @@ class TensorHeapLibrary:
             raise OSError(error, os.strerror(error))
 
 
-def use_heap(library: TensorHeapLibrary) -> None:
+def try_library(library: TensorHeapLibrary) -> None:
     """Install a heap and call every function once.
 
     Raises:
-        AssertionError: Two tensors overlap, or the memory of freed tensors is not joined.
+        AssertionError: The memory of freed tensors is not joined.
     """
     library.install(_TRIED_BYTES)
     first, second, third = (library.allocate(1 << 20) for _ in range(3))
@@ -56,7 +60,8 @@ def use_heap(library: TensorHeapLibrary) -> None:
         ctypes.memset(address, 1, 1 << 20)
     library.free(second)
     library.free(first)
-    assert library.allocate(2 << 20) == first, "the memory of two freed tensors is not joined"
+    joined = library.allocate(2 << 20)
+    assert joined == first, "the memory of two freed tensors is not joined"
     library.free(third)
     library.release()
 
@@ -65,4 +70,4 @@ if __name__ == "__main__":
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    use_heap(TensorHeapLibrary(ctypes.CDLL(sys.argv[1])))
+    try_library(TensorHeapLibrary(ctypes.CDLL(sys.argv[1])))

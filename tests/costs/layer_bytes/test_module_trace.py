@@ -206,7 +206,8 @@ def test_what_goes_by_its_own_values_is_unknown_in_a_sentence(world: World) -> N
     plan = plan_memory(deck, 1, VOCABULARY)
     assert not plan.activations_known and plan.stages[0].memory.activation == 0
     told = "models.py:Branching fails with tokens of shape [2, 64]: RuntimeError: Tensor.item()"
-    assert plan.unknown is not None and plan.unknown.startswith(told) and "\n" not in plan.unknown
+    reason = plan.unknown_reason
+    assert reason is not None and reason.startswith(told) and "\n" not in reason
     # Products are counted all the same: with matrices that are not looked up.
     assert model_flops(architecture_of(deck, VOCABULARY)).flops_per_token == 6 * 8 * VOCABULARY
     trainer(world.single_rank_world(), deck).train(1)
