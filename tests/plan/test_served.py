@@ -26,7 +26,7 @@ def test_each_role_holds_what_is_planned(world: World, tmp_path: Path, compute: 
     """A worker no state of an optimizer, a server its slices alone, which are all of the model."""
     deck = served_deck("async", 2, f"precision.compute={compute}")
     planned = plan_served(deck, world.size, 61)
-    assert planned.ranks == [2, 2] and planned.row()["ranks"] == 4
+    assert planned.ranks_per_stage == [2, 2] and planned.row()["ranks"] == 4
     training = served(world, deck, masked=0.0)
     training.train_step()
     engine, stage = training.engine, training.stage
