@@ -6,10 +6,7 @@ Tests of deck/families/deepseek.py beside checkpoint/exchange/source.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,45 +42,17 @@ ON_FOUR: dict[str, tuple[str, ...]] = {
     "tensor-zero-3": ("layout.tensor=2", "layout.zero=3", "memory.recompute=full"),
     "context-data": ("layout.context=2", "layout.zero=1", "layout.context_form=all_to_all"),
 }
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
-    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 6}),
-    "dots1": (
-        "Dots1",
-        {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 20,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "max_window_layers": 3,
-        },
-    ),
-}
-
-
-def further_cases() -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
-    """Yield the cases of other tests of families, whose files are named alike."""
-    folder = Path(__file__).parents[1] / "checkpoint" / "exchange"
-    for file in sorted(folder.glob("test_*_families.py")):
-        yield from import_module(f"tests.checkpoint.exchange.{file.stem}").CASES.items()
-
-
-MODELS = CASES | MIXTURES | dict(further_cases())
 
 
 def expert_count(name: str) -> int:
     """Return the number of experts of the model of a case; 0 if it has none."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((MODELS[name][1][key] for key in keys if key in MODELS[name][1]), 0)
+    return next((CASES[name][1][key] for key in keys if key in CASES[name][1]), 0)
 
 
 def cases(layouts: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     """Return each model on each layout."""
-    every = [(name, layout) for name in MODELS for layout in layouts]
+    every = [(name, layout) for name in CASES for layout in layouts]
     return [(name, layout) for name, layout in every if layout != "experts" or expert_count(name)]
 
 
@@ -109,7 +78,7 @@ def compare(world: World, folder: Path, name: str, layout: str) -> None:
     """Compare a layout with one rank. Collective."""
 
     def alone() -> list[list[float]]:
-        reference(name, cases=MODELS).save_pretrained(folder)  # type: ignore[operator]
+        reference(name).save_pretrained(folder)  # type: ignore[operator]
         if name not in _of_one_rank:
             _of_one_rank[name] = steps(world.single_rank_world(), folder, alone=True)
         return _of_one_rank[name]
@@ -121,7 +90,7 @@ def compare(world: World, folder: Path, name: str, layout: str) -> None:
 
 
 def test_each_architecture_is_compared() -> None:
-    kinds = {kind.removesuffix("Text") for kind, _ in MODELS.values()}
+    kinds = {kind.removesuffix("Text") for kind, _ in CASES.values()}
     named = {each.name for each in ARCHITECTURES.values() if each.head == "vocabulary"}
     assert {name.removesuffix("LMHeadModel").removesuffix("ForCausalLM") for name in named} <= kinds
     assert set(FAMILIES) <= {each.family for each in ARCHITECTURES.values()}

@@ -8,7 +8,6 @@ checkpoint/exchange/hugging_face/architectures.py and checkpoint/exchange/huggin
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -299,6 +298,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite-biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.4}),
+    "llama-mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "llama-qwen3-moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    ),
+    "llama-olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 6}),
+    "llama-dots1": (
+        "Dots1",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_window_layers": 3,
+        },
+    ),
 }
 """Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""
 
@@ -306,11 +324,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 _CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
-def reference(
-    name: str, cases: Mapping[str, tuple[str, dict[str, Any]]] = CASES, **changes: Any
-) -> torch.nn.Module:
+def reference(name: str, **changes: Any) -> torch.nn.Module:
     """Return a model of `transformers` whose parameters are all rough."""
-    kind, keys = cases[name]
+    kind, keys = CASES[name]
     config = getattr(transformers, f"{kind}Config")(**{**USUAL, **keys, **changes})
     torch.manual_seed(7)
     model = getattr(transformers, _CLASSES.get(kind, f"{kind}ForCausalLM"))(config)
