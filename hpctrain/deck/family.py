@@ -36,7 +36,7 @@ ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 """Usual keys of a config.json for the base of rotary positions and for the share of rotated features."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
-_NO_DROPOUT: Mapping[str, Any] = MappingProxyType({"attention_dropout": 0.0})
+_ATTENTION_DROPOUT: Mapping[str, float] = MappingProxyType({"attention_dropout": 0.0})
 _SIZES = ("vocabulary", "sequence", "hidden", "layers", "heads", "mlp")
 """Fields of a ModelShape that `ModelType.sizes` gives."""
 
@@ -201,7 +201,9 @@ class ModelType:
             the family is all. If that default is less, a config.json always has it.
         interleaved: True if neighbors among the features of a head are rotated together, not halves.
         fused_qkv: True if one layer has queries, keys and values, interleaved per head.
-        dropouts: Keys of a config.json to which model.dropout is written.
+        dropouts: Keys of a config.json that mean the same as model.dropout, and their defaults.
+        training_noise: Keys of a config.json for random changes in training that no key of [model] describes,
+            such as dropout of attention weights, and their defaults.
         constants: Keys of a config.json that are written and not read.
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
@@ -254,8 +256,9 @@ class ModelType:
     has_rotary_fraction: bool = False
     interleaved: bool = False
     fused_qkv: bool = False
-    dropouts: tuple[str, ...] = ()
-    constants: Mapping[str, Any] = field(default_factory=lambda: _NO_DROPOUT)
+    dropouts: Mapping[str, float] = field(default_factory=lambda: _NONE)
+    training_noise: Mapping[str, float] = field(default_factory=lambda: _ATTENTION_DROPOUT)
+    constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     windows: WindowKeys | None = None
     mixture: MixtureFiles | None = None
     quantization: Literal["", "mxfp4"] = ""

@@ -54,7 +54,7 @@ from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
 from hpctrain.train.skipped_steps import reason_to_stop
-from hpctrain.train.start import require_training_state, start_from_source
+from hpctrain.train.start import require_training_state, source_notes, start_from_source
 from hpctrain.train.startup import RunFolder, prepare_ranks, read_deck_on_all_ranks
 from hpctrain.train.step import TrainState
 from hpctrain.train.stored_choices import with_stored_choices
@@ -330,6 +330,8 @@ def open_run(
     world.ledger.activity = "opening the files for evaluation"
     held_out = open_held_out(deck, world, corpus)
     compared = compare_corpus(world, deck, corpus, checkpoint)
+    if checkpoint is None:
+        compared += source_notes(world, deck)
     if deck.communication.server is not None:
         return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
     world.ledger.activity = "planning the layout"

@@ -13,7 +13,8 @@ from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder
 from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder
-from hpctrain.checkpoint.exchange.source import load_source
+from hpctrain.checkpoint.exchange.source import load_source, training_note
+from hpctrain.comm.world import World
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
@@ -58,6 +59,15 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     if shape.positions == "learned" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence
+
+
+def source_notes(world: World, deck: Deck) -> list[str]:
+    """Return what the user should know of the model that `model.from` names, on rank 0. Collective."""
+    source, notes = deck.model.source, [""]
+    with world.agreement():
+        if world.rank == 0 and source is not None and deck.model.module is None:
+            notes = [training_note(Path(source), deck.model.dropout)]
+    return [note for note in notes if note]
 
 
 def _modules_note(shape: ModelShape, source: ModelShape) -> str:

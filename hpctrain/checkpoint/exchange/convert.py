@@ -53,6 +53,7 @@ from hpctrain.checkpoint.exchange.source import (
     open_model,
     stored_shape,
     tensor_shapes,
+    training_note,
 )
 from hpctrain.checkpoint.exchange.tokenizer_files import (
     import_warnings,
@@ -216,7 +217,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         replace: True if the checkpoint may replace a file.
 
     Returns:
-        What was written, in words, after lines about special tokens that are ignored.
+        What was written, in words, after lines about special tokens and keys that are ignored.
 
     Raises:
         HpctrainError: The folder has no model or a damaged tokenizer, or the file exists and may not be
@@ -238,6 +239,8 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         if text is None:
             refuse_damaged_tokenizer(folder)
         warnings = [] if text is None else import_warnings(text, settings, folder)
+        if not keys and (note := training_note(folder)):
+            warnings.append(note)
         state = {
             MODEL_ONLY: True,
             "imported_from": str(folder),

@@ -28,6 +28,7 @@ from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     TensorPart,
     counterparts,
 )
+from hpctrain.checkpoint.exchange.hugging_face.training_keys import ignored_training_keys
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
 from hpctrain.checkpoint.exchange.prediction_modules import (
     copied_tensors,
@@ -54,7 +55,7 @@ from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.layout import Index, TensorRange, rectangles_of
 from hpctrain.checkpoint.read import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, tokenizer_state
+from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
@@ -277,6 +278,19 @@ def source_state(path: Path, vocabulary: int | None) -> dict[str, Any]:
 
 
 _MOST_TOKENS = 1 << 32
+
+
+def training_note(path: Path, dropout: float = 0.0) -> str:
+    """Return a note on what training ignores of the config.json of a model to start from; "" for nothing.
+
+    Args:
+        path: Hugging Face folder, or checkpoint whose model may have been imported from one.
+        dropout: Value of model.dropout.
+    """
+    if _is_checkpoint(path):
+        config = stored_settings(examine(path).state).file(CONFIG)
+        return ignored_training_keys(config, f"{path}: {CONFIG}", dropout)
+    return ignored_training_keys(read_json(path / CONFIG), str(path / CONFIG), dropout)
 
 
 def source_shape(path: Path) -> ModelShape:

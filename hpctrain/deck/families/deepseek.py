@@ -84,7 +84,7 @@ _DEEPSEEK_V3 = ModelType(
     latent=_LATENT,
     mixture=deepseek_mixture(*(256, 8, 2048, 1, 3, 8, 4), normalizes=True, scale=2.5),
     buffers=r"(model\.)?layers\.(\d+\.self_attn\.rotary_emb\.inv_freq|61\..*)",
-    constants={"attention_dropout": 0.0, "num_nextn_predict_layers": 0},
+    constants={"num_nextn_predict_layers": 0},
     interleaved=True,
     reward_architecture="DeepseekV3ForSequenceClassification",
 )

@@ -38,8 +38,8 @@ _GPT2 = ModelType(
     prefix="transformer.",
     buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
     grouped=False,
-    dropouts=("embd_pdrop", "resid_pdrop"),
-    constants={"attn_pdrop": 0.0},
+    dropouts={"embd_pdrop": 0.1, "resid_pdrop": 0.1},
+    training_noise={"attn_pdrop": 0.1},
 )
 
 FAMILIES: Mapping[str, Family] = {

@@ -38,6 +38,7 @@ _NEOX = ModelType(
     buffers=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
     grouped=False,
     fused_qkv=True,
+    dropouts={"hidden_dropout": 0.0},
     reward_architecture="GPTNeoXForSequenceClassification",
 )
 _STABLELM = ModelType(
@@ -60,6 +61,7 @@ _STABLELM = ModelType(
     has_head_size=False,
     has_rotary_fraction=True,
     head_norms=tuple(f"model.layers.{{}}.self_attn.{kind}_layernorm.norms.{{}}" for kind in "qk"),
+    dropouts={"hidden_dropout": 0.0},
     reward_architecture="StableLmForSequenceClassification",
 )
 _STARCODER2 = ModelType(
@@ -78,6 +80,7 @@ _STARCODER2 = ModelType(
         ConfigKey("use_bias", "attention_bias", True, choices=((True, "all"), (False, "none"))),
         ConfigKey("use_bias", "mlp_bias", True),
     ),
+    dropouts={"embedding_dropout": 0.0, "residual_dropout": 0.0},
     windows=WindowKeys(None),
     reward_architecture="Starcoder2ForSequenceClassification",
 )

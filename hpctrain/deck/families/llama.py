@@ -72,6 +72,7 @@ _MIXTRAL = ModelType(
     epsilon=("rms_norm_eps", 1e-5),
     rope_base=1_000_000.0,
     attention_biases=("none",),
+    training_noise={"attention_dropout": 0.0, "router_jitter_noise": 0.0},
     windows=WindowKeys(None),
     mixture=MixtureFiles(
         sizes={"count": ("num_local_experts", 8), "per_token": ("num_experts_per_tok", 2)},

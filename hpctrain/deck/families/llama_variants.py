@@ -23,6 +23,7 @@ _PHI3 = ModelType(
     has_rotary_fraction=True,
     longrope_original=4096,
     rope_kinds=("longrope",),
+    dropouts={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
     windows=WindowKeys(None),
     reward_architecture="Phi3ForSequenceClassification",
 )
@@ -52,6 +53,7 @@ _ERNIE = ModelType(
         ConfigKey("use_bias", "attention_bias", False, choices=((True, "all"), (False, "none"))),
         ConfigKey("use_bias", "mlp_bias", False),
     ),
+    training_noise={},
     interleaved=True,
 )
 

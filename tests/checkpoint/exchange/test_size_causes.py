@@ -10,7 +10,7 @@ import pytest
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from tests.checkpoint.exchange.test_families import QWEN2_MOE, reference
+from tests.checkpoint.exchange.test_families import reference
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -27,8 +27,7 @@ pytest.importorskip("safetensors")
 def test_the_key_of_a_wrong_size_is_named(
     key: str, change: int, cause: str, world: World, tmp_path: Path
 ) -> None:
-    case = {"qwen2-moe": ("Qwen2Moe", {**QWEN2_MOE, "mlp_only_layers": [0]})}
-    reference("qwen2-moe", case).save_pretrained(tmp_path / "model")
+    reference("llama-qwen2-moe", mlp_only_layers=[0]).save_pretrained(tmp_path / "model")
     path = tmp_path / "model/config.json"
     config = json.loads(path.read_text())
     config[key] += change

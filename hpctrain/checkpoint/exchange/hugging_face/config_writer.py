@@ -51,7 +51,7 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
         sizes[files.epsilon[0]] = shape.norm_epsilon
     required = {key: value for key, (value, _) in files.required_values.items() if value is not None}
     required[files.activation[0]] = _activation_name(architecture, shape.activation, imported)
-    own: dict[str, Any] = {**files.constants, **dict.fromkeys(files.dropouts, shape.dropout)}
+    own: dict[str, Any] = {**files.constants, **_training_keys(architecture, shape, imported)}
     if files.grouped:
         size = shape.head_size if shape.latent is None else shape.latent.rotary_size
         own |= {"num_key_value_heads": shape.key_value_heads, "head_dim": size}
@@ -79,6 +79,20 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
     if architecture.head == "scalar":
         identity |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return identity | sizes | own | required | shared
+
+
+def _training_keys(
+    architecture: HuggingFaceArchitecture, shape: ModelShape, imported: Config
+) -> dict[str, Any]:
+    """Return the keys of config.json for dropout and noise in training; imported ones stay as they are."""
+    files = architecture.files
+    values: dict[str, Any] = {
+        **dict.fromkeys(files.dropouts, shape.dropout),
+        **dict.fromkeys(files.training_noise, 0.0),
+    }
+    if imported.get("model_type") == files.model_type:
+        values = {**files.dropouts, **files.training_noise}
+    return {key: imported.get(key, value) for key, value in values.items()}
 
 
 def _activation_name(architecture: HuggingFaceArchitecture, activation: str, imported: Config) -> str:
