@@ -11,6 +11,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
     FULL,
     LAYER_TYPES,
     SLIDING,
+    WITHOUT_EFFECT,
     Config,
     deck_value,
 )
@@ -120,8 +121,22 @@ class _ConfigReader:
         older, newer = config.get("torch_dtype"), config.get("dtype")
         if None not in (older, newer) and older != newer:
             self.problem("torch_dtype", older, f"contradicts dtype = {newer!r}")
+        self.refuse_keys_of_others()
         for problem in quantization_problems(config, files.quantization):
             self.problem(*problem)
+
+    def refuse_keys_of_others(self) -> None:
+        """Report keys that change what other architectures compute, and that `transformers` ignores here."""
+        files = self.files
+        known = {key.name for key in files.keys} | files.required_values.keys() | files.constants.keys()
+        known |= {key.default[0] for key in files.keys if key.form == "layers"}
+        if files.mixture is not None and files.mixture.scale is not None:
+            known.add("routed_scaling_factor")
+        for key, neutral in WITHOUT_EFFECT.items():
+            value = self.config.get(key)
+            if key not in known and value not in (None, neutral):
+                message = f"ignored by transformers for {files.model_type}; remove it to train without it"
+                self.problem(key, value, message)
 
     def head_sizes(self, heads: int) -> dict[str, Any]:
         """Return the fields of key-value heads and of the width of heads."""
@@ -259,6 +274,8 @@ class _ConfigReader:
             # transformers fills in the defaults of both types of layers and ignores these keys.
             message = f"must have an object for each of {FULL!r} and {SLIDING!r}"
             self.problem("rope_parameters", flat, message)
+        if files.local_rope:
+            self.refuse_type_without_rope_type()
         tables = ("rope_parameters", "rope_scaling")
         if files.rope_parameters and all(config.get(key) is None for key in tables):
             config = {**config, "rope_parameters": files.rope_parameters}
@@ -286,6 +303,19 @@ class _ConfigReader:
                 head_size, scaling.factor, positions.mscale_all_dim
             )
         return fields_read
+
+    def refuse_type_without_rope_type(self) -> None:
+        """Report the older name of `rope_type` in `rope_scaling`.
+
+        Where layers with windows have positions of their own, `transformers` reads it only in
+        `rope_parameters`: it merges `rope_scaling` into a table that has a `rope_type`.
+        """
+        table = self.config.get("rope_scaling")
+        if self.config.get("rope_parameters") or not isinstance(table, Mapping) or "rope_type" in table:
+            return
+        if (kind := table.get("type", "default")) != "default":
+            message = f"ignored by transformers for {self.files.model_type}; set rope_type"
+            self.problem("rope_scaling: type", kind, message)
 
     def refuse_truncate_false(self, scaling: RopeScaling | None) -> None:
         """Report `truncate` = false, which `transformers` does not support with tables for types of layers.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import WITHOUT_EFFECT
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.deck.family import ModelType
 from hpctrain.errors import HpctrainError
@@ -42,6 +43,40 @@ def test_each_wrong_size_has_one_message(name: str) -> None:
                 shape_of({**config, key: value}, "config.json")
             (problem,) = caught.value.problems
             assert f"config.json: {key} = {value!r}: must be a whole number from " in problem
+
+
+WITH_TENSORS = {
+    "attention_bias",
+    "mlp_bias",
+    "use_bias",
+    "qkv_bias",
+    "use_qkv_bias",
+    "use_qk_norm",
+    "qk_layernorm",
+}
+"""Keys of which the tensors of a folder show whether the model has what they say."""
+
+
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.head == "vocabulary"])
+def test_keys_that_only_other_architectures_have_are_refused(name: str) -> None:
+    files = ARCHITECTURES[name].files
+    own = {key.name for key in files.keys}
+    assert own <= WITHOUT_EFFECT.keys() | WITH_TENSORS
+    config = {"architectures": [name]}
+    others = WITHOUT_EFFECT.keys() - own - files.required_values.keys() - files.constants.keys()
+    if "no_rope_layers" in own:
+        others -= {"no_rope_layer_interval"}
+    if files.mixture is not None and files.mixture.scale is not None:
+        others -= {"routed_scaling_factor"}
+    assert len(others) >= len(WITHOUT_EFFECT) - 6
+    plain = shape_of(config, "config.json")
+    assert shape_of({**config, **{key: WITHOUT_EFFECT[key] for key in others}}, "config.json") == plain
+    for key in others:
+        for value in (3, not WITHOUT_EFFECT[key]):
+            with pytest.raises(HpctrainError) as caught:
+                shape_of({**config, key: value}, "config.json")
+            told = f"ignored by transformers for {files.model_type}; remove it to train without it"
+            assert caught.value.problems == (f"config.json: {key} = {value!r}: {told}",)
 
 
 def test_latent_attention_rotates_at_least_two_features() -> None:

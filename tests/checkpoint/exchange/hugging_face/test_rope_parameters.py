@@ -250,7 +250,13 @@ def test_positions_of_neox_are_those_of_transformers(keys: dict[str, Any], told:
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", **YARN, "truncate": False}}},
             "config.json: truncate = False: unsupported; expected True for olmo3",
         ),
-        ("Olmo3", {"rope_scaling": {"type": "yarn", **YARN, "truncate": False}}, "truncate = False: unsupp"),
+        ("Olmo3", {"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}}, "truncate = False: un"),
+        (
+            "Olmo3",
+            {"rope_scaling": {"type": "yarn", **YARN}},
+            "rope_scaling: type = 'yarn': ignored by transf",
+        ),
+        ("Gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "for gemma3_text; set rope_type"),
         (
             "Olmo3",
             {"rope_parameters": {"full_attention": {"rope_theta": 300.0}, "truncate": False}},
@@ -279,6 +285,7 @@ def test_positions_of_layers_with_windows_that_are_refused(
         ("Gemma3Text", {}),
         ("Gemma3Text", {"rope_theta": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
         ("Gemma3Text", {"rope_theta": 300.0, "rope_local_base_freq": 40.0}),
+        ("Gemma3Text", {"rope_scaling": {"type": "default"}}),
         ("Gemma3Text", {"rope_parameters": {"full_attention": {"rope_theta": 300.0}}}),
         ("Olmo3", {"rope_theta": 500_000.0}),
         ("Olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 300.0}}}),
