@@ -28,7 +28,7 @@ from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     TensorPart,
     counterparts,
 )
-from hpctrain.checkpoint.exchange.hugging_face.training_keys import ignored_training_keys
+from hpctrain.checkpoint.exchange.hugging_face.training_noise import ignored_training_keys
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
 from hpctrain.checkpoint.exchange.prediction_modules import (
     copied_tensors,

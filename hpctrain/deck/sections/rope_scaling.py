@@ -20,7 +20,7 @@ _LARGEST = 1_000_000
 class RopeScaling(Section):
     """Scaled frequencies of rotary positions, as `transformers` computes them, for sequences that got longer.
 
-    The keys that only some kinds have are ignored by the other kinds.
+    Keys that only some kinds have are refused with the other kinds.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = key(

@@ -121,11 +121,11 @@ class _ConfigReader:
         older, newer = config.get("torch_dtype"), config.get("dtype")
         if None not in (older, newer) and older != newer:
             self.problem("torch_dtype", older, f"contradicts dtype = {newer!r}")
-        self.refuse_keys_of_others()
+        self.refuse_keys_of_other_architectures()
         for problem in quantization_problems(config, files.quantization):
             self.problem(*problem)
 
-    def refuse_keys_of_others(self) -> None:
+    def refuse_keys_of_other_architectures(self) -> None:
         """Report keys that change what other architectures compute, and that `transformers` ignores here."""
         files = self.files
         known = {key.name for key in files.keys} | files.required_values.keys() | files.constants.keys()

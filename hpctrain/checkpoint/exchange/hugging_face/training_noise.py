@@ -24,9 +24,9 @@ def ignored_training_keys(config: Config, where: str, dropout: float = 0.0) -> s
         return ""
     replaced = "" if dropout else _nonzero(config, architecture.files.dropouts)
     others = _nonzero(config, architecture.files.training_noise)
-    told = [f"{replaced} (set model.dropout instead)"] if replaced else []
-    told += [f"{others} (hpctrain has nothing like it)"] if others else []
-    return f"{where}: training ignores {' and '.join(told)}" if told else ""
+    parts = [f"{replaced} (set model.dropout instead)"] if replaced else []
+    parts += [f"{others} (hpctrain has nothing like it)"] if others else []
+    return f"{where}: training ignores {' and '.join(parts)}" if parts else ""
 
 
 def _nonzero(config: Config, defaults: Mapping[str, float]) -> str:
