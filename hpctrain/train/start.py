@@ -63,11 +63,13 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
 
 def source_notes(world: World, deck: Deck) -> list[str]:
     """Return what the user should know of the model that `model.from` names, on rank 0. Collective."""
-    source, notes = deck.model.source, [""]
+    if deck.model.source is None or deck.model.module is not None:
+        return []
+    note = ""
     with world.agreement():
-        if world.rank == 0 and source is not None and deck.model.module is None:
-            notes = [training_note(Path(source), deck.model.dropout)]
-    return [note for note in notes if note]
+        if world.rank == 0:
+            note = training_note(Path(deck.model.source), deck.model.dropout)
+    return [note] if note else []
 
 
 def _modules_note(shape: ModelShape, source: ModelShape) -> str:
