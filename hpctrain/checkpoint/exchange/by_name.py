@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import first_of, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
+from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     PICKLES,
@@ -62,6 +63,8 @@ def load_by_name(
         folder = folder if view is None else view(folder)
         found = {each.dataset: find_name(_names(each, names), folder) for each in entries}
         problems = list(dict.fromkeys(_problems(entries, found, folder)))
+        if problems and view is not None:  # one value of a config.json can change all shapes
+            raise first_of(problems)
         if problems:
             more = len(problems) - _MOST
             raise HpctrainError(
@@ -129,12 +132,14 @@ def mismatch(tensor: str, shape: tuple[int, ...], name: str | None, folder: Tens
     if name is None:
         near = nearest(tensor, list(folder.tensors))
         meant = f" (did you mean {near}?)" if near else ""
-        return f"{folder.path}: has no {tensor}, which the module requires{meant}"
+        cause = folder.likely_cause(tensor, shape) if isinstance(folder, ModuleFolder) else ""
+        return f"{folder.path}: has no {tensor}, which the module requires{cause or meant}"
     described = folder.tensors[name]
     if described.shape == shape:
         return None
     shapes = f"{list(described.shape)}, but the module requires {list(shape)}"
-    return f"{folder.path / described.file}: {name} has shape {shapes}"
+    cause = folder.likely_cause(name, shape) if isinstance(folder, ModuleFolder) else ""
+    return f"{folder.path / described.file}: {name} has shape {shapes}{cause}"
 
 
 def _problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -11,8 +12,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpctrain.checkpoint.exchange.assembled_tensor import AssembledTensor, Index
-from hpctrain.checkpoint.exchange.safetensors_folder import Described, TensorFolder
+from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, Described, TensorFolder
 from hpctrain.errors import HpctrainError
+from hpctrain.text import either
+
+_BLOCK = re.compile(r".*?\.\d+\.")
+"""Beginning of the names of the tensors of a block."""
+
+_LAYER_COUNTS = ("layers", "n_layer")
+"""Ends of the keys of a config.json that give a number of layers."""
 
 
 def state_shapes(module: nn.Module) -> dict[str, Index]:
@@ -60,6 +68,7 @@ class ModuleFolder(TensorFolder):
 
     def __init__(self, folder: TensorFolder, module: nn.Module) -> None:
         self._folder = folder
+        self._config: Any = getattr(module, "config", None)
         shapes = {name: each.shape for name, each in folder.tensors.items()}
         self._assembled = _module_tensors(module, shapes)
         super().__init__(folder.path, {name: self._describe(each) for name, each in self._assembled.items()})
@@ -67,6 +76,26 @@ class ModuleFolder(TensorFolder):
     @override
     def read(self, name: str, start: Index, shape: Index) -> Tensor:
         return self._assembled[name].read(start, shape, self._folder.read)
+
+    def likely_cause(self, tensor: str, shape: Index) -> str:
+        """Return the keys of the model's config.json that require a tensor, as the end of a message.
+
+        Args:
+            tensor: Name of a tensor that is missing or has another shape.
+            shape: Shape that the model requires.
+
+        Returns:
+            The keys and their values in parentheses; "" if none is known.
+        """
+        sizes = _config_sizes(self._config)
+        if tensor in self.tensors:
+            required = set(shape) - set(self.tensors[tensor].shape)
+            keys = [key for key, size in sizes.items() if size in required]
+        else:
+            block = _BLOCK.match(tensor)
+            is_block_missing = block and not any(name.startswith(block[0]) for name in self.tensors)
+            keys = [key for key in sizes if key.endswith(_LAYER_COUNTS)] if is_block_missing else []
+        return f" ({either(f'{key} = {sizes[key]}' for key in keys)} in {CONFIG})" if keys else ""
 
     def _describe(self, tensor: AssembledTensor) -> Described:
         first = self._folder.tensors[tensor.boxes[0].source]
@@ -108,6 +137,13 @@ def _module_tensors(module: nn.Module, files: Mapping[str, Index]) -> dict[str, 
             made = converter.convert(name, model=module, config=module.config)
         found.update((key, each[0] if isinstance(each, list) else each) for key, each in made.items())
     return found
+
+
+def _config_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes in the configuration of a model of `transformers`, by key."""
+    values: dict[str, Any] = {} if config is None else config.get_text_config().to_dict()
+    numbers = {key: each for key, each in values.items() if isinstance(each, int) and each > 1}
+    return {key: each for key, each in numbers.items() if not key.endswith("_token_id")}
 
 
 @contextmanager

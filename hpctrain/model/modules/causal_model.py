@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from hpctrain.deck.code import CAUSAL_MODEL
-from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, parse_json, read_text
+from hpctrain.model.modules.config_problems import config_problems, transformers_errors
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN
 
 _CODE_KEYS = (
@@ -155,7 +155,7 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     import transformers
 
     model_config = _text_model_config(config, where)
-    with run_user_code(f"{where}: transformers cannot build it"):
+    with transformers_errors(f"{where}: transformers cannot build it", config):
         model_config.use_cache = False
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
@@ -194,8 +194,12 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
     known = (names,) if isinstance(names, str) else tuple(names)
     if problem := next(_class_problems(config, known, version), None):
         raise HpctrainError(f"{where}: {problem}")
-    with run_user_code(f"{where}: transformers cannot use it"):
-        model_config = transformers.CONFIG_MAPPING[kind].from_dict(_decode_floats(config_of_model(config)))
+    config_class: Any = transformers.CONFIG_MAPPING[kind]
+    classes = [config_class, *(getattr(transformers, name) for name in known if hasattr(transformers, name))]
+    if problems := list(dict.fromkeys(config_problems(config, classes))):
+        raise HpctrainError([f"{where}: {problem}" for problem in problems])
+    with transformers_errors(f"{where}: transformers cannot use it", config):
+        model_config = config_class.from_dict(_decode_floats(config_of_model(config)))
         sub_configs = getattr(model_config, "sub_configs", {})
         modalities = [name for name in sub_configs if name.startswith(_MODALITIES)]
     if modalities:

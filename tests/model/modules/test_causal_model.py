@@ -1,6 +1,7 @@
 """Configurations of causal language models of `transformers`, and folders that are refused.
 
-Tests of checkpoint/exchange/assembled_tensor.py.
+Tests of checkpoint/exchange/assembled_tensor.py, model/modules/config_problems.py and
+deck/families/computation_keys.py.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CAUSAL_MODEL
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.causal_model import build_causal_model, causal_model_keys
+from hpctrain.model.modules.config_problems import config_problems
+from hpctrain.train.start import start_from_source
 from tests.causal_models import deck_of, tensors_of, tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -101,7 +106,56 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "helium", "quantization_config": {"bits": 4}},
         "quantization_config: quantized weights are unsupported",
     ),
-    "sizes": ({"model_type": "helium", "hidden_size": "much"}, "transformers cannot use it"),
+    "type": (
+        {"model_type": "helium", "hidden_size": "much"},
+        "transformers cannot use it: TypeError: Field 'hidden_size' expected int, got str",
+    ),
+    "size": (
+        {"model_type": "helium", "hidden_size": 32, "num_attention_heads": 0},
+        "transformers cannot build it: hidden_size = 32, num_attention_heads = 0: ZeroDivisionError: ",
+    ),
+    "layer types": (
+        {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["foo", "full_attention"]},
+        r"ValueError: The `layer_types` entries must be in \(.*\) but got .'foo',",
+    ),
+    "activation": (
+        {"model_type": "seed_oss", "hidden_act": "silux"},
+        r"hidden_act = 'silux': transformers has no activation of this name \(did you mean 'silu'\?\)",
+    ),
+    **{
+        f"{table} of one kind": (
+            {"model_type": "seed_oss", table: {"rope_type": "ntk", "factor": 2.0}},
+            f"{table}: rope_type = 'ntk': unknown; expected 'default', 'linear', 'dynamic'",
+        )
+        for table in ("rope_scaling", "rope_parameters")
+    },
+    "rope of a layer type": (
+        {"model_type": "gemma4_text", "rope_parameters": {"sliding_attention": {"rope_type": "ntk"}}},
+        "rope_parameters: rope_type = 'ntk': unknown",
+    ),
+    **{
+        f"{model_type} with {key}": (
+            {"model_type": model_type, "num_hidden_layers": 2, key: value},
+            f"{key} = .*: {model_type} models of transformers ignore this key, which changes what other",
+        )
+        for model_type, key, value in (
+            ("helium", "sliding_window", 6),
+            ("helium", "layer_types", ["sliding_attention", "full_attention"]),
+            ("helium", "attn_logit_softcapping", 50.0),
+            ("helium", "final_logit_softcapping", 30.0),
+            ("helium", "logits_scaling", 8.0),
+            ("helium", "partial_rotary_factor", 0.5),
+            ("helium", "num_nextn_predict_layers", 1),
+            ("helium", "use_bidirectional_attention", True),
+            ("bloom", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+            ("bloom", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+            ("mamba", "sliding_window", 6),
+        )
+    },
+    "nested partial rotation": (
+        {"model_type": "helium", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5: helium models of transformers ignore this key",
+    ),
 }
 
 
@@ -112,7 +166,56 @@ def test_configurations_that_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=told) as caught:
         settled_keys(str(tmp_path))
     assert caught.value.exit_code == 2
-    assert caught.value.problems[0].startswith(f"{tmp_path / 'config.json'}: ")
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{tmp_path / 'config.json'}: ") and "site-packages" not in problem
+
+
+NEUTRAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "values": (
+        "helium",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 2,
+            "attn_logit_softcapping": 0,
+            "logits_scaling": 1.0,
+            "partial_rotary_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+            "use_bidirectional_attention": False,
+        },
+    ),
+    "unused window": ("helium", {"sliding_window": 6, "use_sliding_window": False}),
+    "rope": ("bloom", {"rope_scaling": {"rope_type": "default"}}),
+    # The configuration or the code of these architectures has the key.
+    "window": ("mistral", {"sliding_window": 6}),
+    "scaling": ("helium", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "partial rotation": ("glm", {"partial_rotary_factor": 0.5}),
+    "prediction modules": ("ernie4_5_moe", {"num_nextn_predict_layers": 1}),
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_values_that_change_nothing_and_keys_that_an_architecture_has_are_accepted(name: str) -> None:
+    kind, keys = NEUTRAL[name]
+    config = json.loads(json.dumps(tiny_model(kind).config.to_dict()))  # type: ignore[union-attr, operator]
+    assert causal_model_keys({**config, **keys}, "config.json")["model.module"] == CAUSAL_MODEL
+
+
+@pytest.mark.parametrize("kind", ["bamba", "falcon_mamba", "glm4_moe", "inkling_text", "laguna", "minicpm3"])
+def test_configurations_of_transformers_have_no_problems(kind: str) -> None:
+    config_class = transformers.CONFIG_MAPPING[kind]
+    model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
+    assert not [*config_problems(config_class().to_dict(), [config_class, model_class])]
+
+
+def test_a_size_that_contradicts_the_files_is_one_sentence_with_its_key(folder: Path, world: World) -> None:
+    change(folder, intermediate_size=64)
+    deck = deck_of(folder)
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    with pytest.raises(HpctrainError) as caught:
+        start_from_source(deck, engine)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{folder / 'model.safetensors'}: model.layers.0.mlp.")
+    assert problem.endswith("requires [64, 32] (intermediate_size = 64 in config.json) (and 5 more differ)")
 
 
 def without_weights(folder: Path) -> None:
@@ -134,10 +237,13 @@ DAMAGED: dict[Callable[[Path], object], tuple[int, str]] = {
     without_weights: (2, "contains no weights"),
     pickled: (2, "weights in a pickle can run code and are not read"),
     with_half_of_the_shards: (3, "no such file, though model.safetensors.index.json names it"),
-    lambda folder: change(folder, hidden_size=64): (2, r"has shape \[.*, but the module requires \["),
+    lambda folder: change(folder, hidden_size=64): (
+        2,
+        r"has shape \[.*, but the module requires \[.* \(hidden_size = 64 in config.json\)",
+    ),
     lambda folder: change(folder, num_hidden_layers=3): (
         2,
-        "has no model.layers.2.*, which the module requires",
+        r"has no model.layers.2.*, which the module requires \(num_hidden_layers = 3 in config.json\)",
     ),
 }
 

@@ -1,0 +1,106 @@
+"""Problems of a config.json of `transformers`, and errors of `transformers` as one sentence with the key."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hpctrain.deck.families.computation_keys import ROPE_TABLES, computation_keys, rope_types
+from hpctrain.deck.user_code import run_user_code
+from hpctrain.errors import UserCodeError
+from hpctrain.text import either, nearest
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+"""Keys of the activation of feed-forward layers."""
+
+_SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(ROPE_TABLES, ROPE_TABLES),
+    # Names of tensors that are left out, which are modules of multi-token prediction.
+    "num_nextn_predict_layers": ("num_nextn_predict_layers", "_keys_to_ignore_on_load_unexpected"),
+}
+"""Names in the code of an architecture that show that it knows a key, where it is not the key itself."""
+
+_MODELS = "transformers.models."
+"""Beginning of the names of modules that define an architecture."""
+
+_CONFIG_KEY = re.compile(r"\bconfig\.(\w+)")
+"""Use of a key in the code of an architecture."""
+
+
+def config_problems(config: Mapping[str, Any], classes: Sequence[type]) -> Iterator[str]:
+    """Yield what is wrong with values of a config.json that `transformers` does not check or explain.
+
+    Args:
+        config: Content of the file.
+        classes: Classes of the configuration and of the model.
+    """
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sources = _sources(classes)
+    for key, value in computation_keys(config):
+        if not any(re.search(rf"\b{name}\b", sources) for name in _SYNONYMS.get(key, (key,))):
+            models = f"{config['model_type']} models of transformers"
+            message = f"{models} ignore this key, which changes what other models compute"
+            yield f"{key} = {value!r}: {message}; remove it if the weights were trained without it"
+    known = tuple(dict.fromkeys(("default", *ROPE_INIT_FUNCTIONS)))
+    for key in ROPE_TABLES:
+        table = config.get(key)
+        for kind in rope_types(table) if isinstance(table, dict) else ():
+            if kind not in known and f'"{kind}"' not in sources:
+                yield f"{key}: rope_type = {kind!r}: unknown; expected {either(map(repr, known))}"
+    for key in _ACTIVATIONS:
+        value = config.get(key)
+        if isinstance(value, str) and value not in ACT2FN and key in sources:
+            near = nearest(value, ACT2FN)
+            meant = f" (did you mean {near!r}?)" if near else ""
+            yield f"{key} = {value!r}: transformers has no activation of this name{meant}"
+
+
+@contextmanager
+def transformers_errors(activity: str, config: Mapping[str, Any]) -> Iterator[None]:
+    """Return a context manager that reports an exception of `transformers` as one sentence.
+
+    The sentence names the keys that the failing line of the architecture's code uses.
+
+    Args:
+        activity: Beginning of the message, such as "config.json: transformers cannot build it".
+        config: Content of the config.json.
+
+    Raises:
+        UserCodeError: `transformers` failed.
+    """
+    try:
+        with run_user_code(activity):
+            yield
+    except UserCodeError as error:
+        cause: BaseException = error.__cause__ or error
+        keys = _failing_keys(cause)
+        used = ", ".join(f"{key} = {config[key]!r}" for key in keys if _is_scalar(config.get(key)))
+        while cause.__cause__ is not None:  # the message of the last one names the key
+            cause = cause.__cause__
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise UserCodeError(f"{activity}: {used}{': ' if used else ''}{reason}") from error
+
+
+def _failing_keys(error: BaseException) -> list[str]:
+    """Return the keys of a config.json that the innermost line of an architecture's code uses."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line or "" for frame in frames if "transformers/models/" in frame.filename]
+    return list(dict.fromkeys(_CONFIG_KEY.findall(lines[-1]))) if lines else []
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, int | float | str)
+
+
+def _sources(classes: Sequence[type]) -> str:
+    """Return the code of the modules that define classes, and the classes that they inherit from."""
+    inherited = [base for each in classes for base in each.__mro__]
+    names = dict.fromkeys(base.__module__ for base in inherited if base.__module__.startswith(_MODELS))
+    return "\n".join(inspect.getsource(sys.modules[name]) for name in names)
