@@ -76,6 +76,13 @@ SIZES: Mapping[str, Any] = {
 
 _LATENT = {"head_dim": 4, "num_key_value_heads": 4}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_WINDOWED = {"layer_types": ["sliding_attention", "full_attention"]}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
 
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "axk1": {"num_key_value_heads": 4},
@@ -90,7 +97,26 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_next": _HYBRID,
     "lfm3": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "gemma4_text": {
+        **_WINDOWED,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 61,
+        "global_head_dim": 8,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "chunk_size": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "adapter_rank": 8,
+    },
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},

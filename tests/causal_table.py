@@ -34,14 +34,24 @@ Imported and exported weights have the same bits, and greedy text is the same.
 | `model_type` | {titles} |
 |---|{lines}
 """
+REASONS = """
+## What does not work, and why
+
+"-" means that an error names the reason. `transformers` has no tensor plan for models that have "-" for
+tensor ranks above and no row below.
+A [table of patterns](../tasks/own-module.md) in the deck can be a substitute for a plan.
+
+| `model_type` | what | why |
+|---|---|---|
+"""
 TAIL = """
-"-" means that an error names the reason. Most of these models have no tensor plan of their own,
-for which a table of patterns in the deck can be a substitute.
 
 A type that is not listed was not tested, or failed.
 `hpctrain check` tells whether a layout computes the same model.
 """
 VERSION = "5.23.0"
+NO_PLAN = "no plan"
+"""Reason of models without a plan in `transformers`, of which the page has one sentence for all."""
 
 
 def rows() -> Iterator[str]:
@@ -51,10 +61,21 @@ def rows() -> Iterator[str]:
         yield f"| `{kind}` | {' | '.join(cells)} |"
 
 
+def reasons() -> Iterator[str]:
+    """Yield the rows of the table of reasons, without models that have no plan."""
+    for kind, works in sorted(results().items()):
+        found: dict[str, list[str]] = {}
+        for column, title in COLUMNS.items():
+            if (reason := works[column]) not in ("yes", NO_PLAN):
+                found.setdefault(reason, []).append(title)
+        for reason, titles in found.items():
+            yield f"| `{kind}` | {'; '.join(titles)} | {reason} |"
+
+
 def page() -> str:
     """Return the text of the page."""
     head = HEAD.format(version=VERSION, titles=" | ".join(COLUMNS.values()), lines="---|" * len(COLUMNS))
-    return head + "\n".join(rows()) + "\n" + TAIL
+    return head + "\n".join(rows()) + "\n" + REASONS + "\n".join(reasons()) + "\n" + TAIL
 
 
 if __name__ == "__main__":
