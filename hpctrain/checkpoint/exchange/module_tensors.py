@@ -140,10 +140,13 @@ def _module_tensors(module: nn.Module, files: Mapping[str, Index]) -> dict[str, 
 
 
 def _config_sizes(config: Any) -> dict[str, int]:
-    """Return the sizes in the configuration of a model of `transformers`, by key."""
+    """Return the sizes in the configuration of a model of `transformers`, and those of all heads, by key."""
     values: dict[str, Any] = {} if config is None else config.get_text_config().to_dict()
     numbers = {key: each for key, each in values.items() if isinstance(each, int) and each > 1}
-    return {key: each for key, each in numbers.items() if not key.endswith("_token_id")}
+    sizes = {key: each for key, each in numbers.items() if not key.endswith("_token_id")}
+    head = sizes.get("head_dim", 0)
+    counts = {key: count for key, count in sizes.items() if head and key.endswith("_heads")}
+    return sizes | {f"{key} * head_dim": count * head for key, count in counts.items()}
 
 
 @contextmanager

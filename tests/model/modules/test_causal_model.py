@@ -241,6 +241,10 @@ DAMAGED: dict[Callable[[Path], object], tuple[int, str]] = {
         2,
         r"has shape \[.*, but the module requires \[.* \(hidden_size = 64 in config.json\)",
     ),
+    lambda folder: change(folder, num_attention_heads=12): (
+        2,
+        r"the module requires \[.* \(num_attention_heads \* head_dim = 96 in config.json\)",
+    ),
     lambda folder: change(folder, num_hidden_layers=3): (
         2,
         r"has no model.layers.2.*, which the module requires \(num_hidden_layers = 3 in config.json\)",
