@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise, product
 from math import prod
 
 import torch
@@ -62,7 +62,7 @@ class GroupSource(ABC):
     def _make_group(self, axes: tuple[str, ...], ranks: tuple[int, ...], parent: Group | None) -> Group:
         """Make a group of these ranks. Collective over the group `parent`; None stands for all ranks."""
 
-    def new_subgroup(self, axis: str, size: int) -> Group:
+    def new_subgroup(self, axis: str, size: int | Sequence[int]) -> Group:
         """Split the ranks along an axis into groups of `size` consecutive ranks, and return this rank's.
 
         Collective over the ranks along the axis, which pass the same arguments. Each call makes new groups,
@@ -72,12 +72,14 @@ class GroupSource(ABC):
         Args:
             axis: Name of a single axis that `group` accepts. It is the only axis of the result.
             size: Number of ranks of each group, which must divide the number of ranks along the axis;
-                otherwise an AssertionError is raised.
+                otherwise an AssertionError is raised. For groups of different sizes, the size of each.
         """
         along = self.group(axis)
-        assert along.size % size == 0, (axis, along.size, size)
-        first = along.rank // size * size
-        return self._make_group((axis,), along.ranks[first : first + size], along)
+        sizes = [size] * (along.size // size) if isinstance(size, int) else size
+        assert along.size == sum(sizes), (axis, along.size, size)
+        borders = pairwise(accumulate(sizes, initial=0))
+        first, end = next((first, end) for first, end in borders if along.rank < end)
+        return self._make_group((axis,), along.ranks[first:end], along)
 
     def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
         """Split a group into parts of consecutive ranks, and make groups of these and across them.

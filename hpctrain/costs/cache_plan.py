@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.deck.head_split import HeadSplit
 from hpctrain.model.attention.rotary import RotaryFrequencies
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import PageLayout
@@ -42,7 +43,8 @@ class CachePlan:
                 as in training. False if they depend on the length of each text.
         """
         shape, layer_context = model.shape, model.layer_context
-        heads, size = max(1, shape.key_value_heads // layer_context.tensor.size), shape.head_size
+        split = HeadSplit.of(shape.heads, shape.key_value_heads, layer_context.tensor.size)
+        (_, heads), size = split.padded, shape.head_size
         if (latent := shape.latent) is not None:  # a latent, with the features of keys that heads share
             heads, size = 1, latent.key_value_rank + latent.key_value_rank % 2 + latent.rotary_size
         compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"

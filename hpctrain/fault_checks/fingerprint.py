@@ -110,21 +110,22 @@ def global_indices(shard: Shard, first: int, count: int) -> tuple[Indices, NDArr
     Returns:
         The indices; a mask of the elements that are not padding, or None if none is.
     """
-    local, start, shape = shard.local, shard.start, shard.shape
+    local, start, shape, extent = shard.local, shard.start, shard.shape, shard.extent
     numbers = np.arange(first, first + count, dtype=np.uint64)
     if local[1:] == shape[1:]:
         begin = np.uint64(start[0] * prod(shape[1:])) if start else np.uint64(0)
-        indices, elements = numbers + begin, prod(shape)
-        if not count or int(indices[-1]) < elements:
+        indices, elements = numbers + begin, prod(extent)
+        if not count or int(numbers[-1]) < elements:
             return indices, None
-        is_real = indices < np.uint64(elements)
+        is_real = numbers < np.uint64(elements)
         return indices[is_real], is_real
     indices, is_real = np.zeros_like(numbers), np.ones(count, np.bool_)
     stride = 1
-    for size, begin_of_dim, global_size in zip(local[::-1], start[::-1], shape[::-1], strict=True):
+    dims = zip(local[::-1], extent[::-1], start[::-1], shape[::-1], strict=True)
+    for size, real_size, begin_of_dim, global_size in dims:
         numbers, places = np.divmod(numbers, np.uint64(size))
+        is_real &= places < np.uint64(real_size)
         places += np.uint64(begin_of_dim)
-        is_real &= places < np.uint64(global_size)
         indices += places * np.uint64(stride)
         stride *= global_size
     return (indices, None) if is_real.all() else (indices[is_real], is_real)

@@ -89,7 +89,7 @@ class FeedForward(nn.Module):
         outputs = [*outputs, (f"{name}.up", rows)]
         up = LinearSpec(shape.hidden, outputs, shape.mlp_bias, shared_input, shape.adapters)
         self.up = ColumnLinear(up, layer_context)
-        down = LinearSpec(inner, [(f"{name}.down", shape.hidden)], shape.mlp_bias, adapters=shape.adapters)
+        down = LinearSpec(rows, [(f"{name}.down", shape.hidden)], shape.mlp_bias, adapters=shape.adapters)
         self.down = RowLinear(down, layer_context)
 
     @property

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
+from hpctrain.deck.head_split import HeadSplit
 
 Initial = Literal["normal", "residual", "table", "router", "adapter", "ones", "zeros"]
 """Initial values of a parameter by its role.
@@ -37,18 +38,21 @@ class Shard:
         name: Name of the tensor.
         shape: Global shape.
         start: Index in the global tensor of the first element of the piece.
-        local: Shape of the piece. It may extend beyond `shape`; the part beyond is padding, which is zero and
-            never stored.
+        local: Shape of the piece. It may extend beyond `shape`, or beyond `used`; the part beyond is padding,
+            which is zero and never stored.
         split: Mesh axes that split the tensor. Over every other axis the piece is replicated.
         partial: Axes besides data and context over which gradients are partial and must be summed, although
             the parameter is replicated there, such as norms under sequence parallelism.
-        copies: Number of neighbors along the split axes that hold the same piece, such as key and value heads
-            that several tensor ranks share.
+        holders: Number of neighbors along the split axes that hold each piece, in the order of pieces. An
+            example are key and value heads that several tensor ranks share. It is empty if each piece is on
+            one rank.
         stage_copy: Number of this pipeline stage among those that hold the piece. Two stages hold the table
             of the embedding if embeddings are tied, or for multi-token prediction.
         stage_copies: Number of pipeline stages that hold the piece.
         unit: Rows that belong together, such as those of one head of queries or keys.
         zero_exempt: True if ZeRO does not split the tensor where it splits parameters, because it is small.
+        used: Shape of the piece without padding that other ranks hold, such as heads that only fill up the
+            piece of a rank with fewer heads; None if there is no such padding on any rank.
     """
 
     name: str
@@ -57,11 +61,12 @@ class Shard:
     local: tuple[int, ...]
     split: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
-    copies: int = 1
+    holders: tuple[int, ...] = ()
     stage_copy: int = 0
     stage_copies: int = 1
     unit: int = 1
     zero_exempt: bool = False
+    used: tuple[int, ...] | None = None
 
     @staticmethod
     def replicated(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:
@@ -71,12 +76,14 @@ class Shard:
     def stacked(self, number: int, count: int) -> Shard:
         """Return the shard of tensor `number` of `count` different ones, stacked along a new first dim."""
         start, local = (number, *self.start), (1, *self.local)
-        return replace(self, shape=(count, *self.shape), start=start, local=local)
+        used = None if self.used is None else (1, *self.used)
+        return replace(self, shape=(count, *self.shape), start=start, local=local, used=used)
 
     @property
     def unstacked(self) -> Shard:
         """Shard of one of the tensors that `stacked` has stacked."""
-        return replace(self, shape=self.shape[1:], start=self.start[1:], local=self.local[1:])
+        used = None if self.used is None else self.used[1:]
+        return replace(self, shape=self.shape[1:], start=self.start[1:], local=self.local[1:], used=used)
 
     @property
     def elements(self) -> int:
@@ -88,8 +95,13 @@ class Shard:
         """Shape of the local piece without its padding."""
         return tuple(
             max(0, min(local, total - start))
-            for local, total, start in zip(self.local, self.shape, self.start, strict=True)
+            for local, total, start in zip(self.used or self.local, self.shape, self.start, strict=True)
         )
+
+    @property
+    def elements_of_rows(self) -> int:
+        """Number of elements of the local piece without the padding that follows its last row."""
+        return prod(self.extent[:1]) * prod(self.local[1:])
 
     @property
     def is_longer(self) -> bool:
@@ -118,6 +130,16 @@ class Shard:
         padded[tuple(slice(0, n) for n in self.extent)] = piece
         return padded
 
+    def zero_padding(self, local_tensor: Tensor) -> None:
+        """Set the padding of a local piece to zero, such as the gradient of heads that only fill up a rank.
+
+        The output layer gets such a gradient if several ranks hold the same key/value head: their padding
+        queries attend to it.
+        """
+        for dim, (size, local) in enumerate(zip(self.extent, self.local, strict=True)):
+            if size < local:
+                local_tensor.narrow(dim, size, local - size).zero_()
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -129,22 +151,25 @@ class Partition:
     Attributes:
         size: Global number of features (or experts).
         start: First one of this rank.
-        local: Number of those of this rank.
-        replicas: Number of neighbors with the same range, if there are fewer heads than ranks.
+        local: Number of those of this rank, with padding.
+        holders: Number of neighbors with each range, if there are fewer heads than ranks, as for
+            `Shard.holders`.
         unit: Number of features that are not split, such as those of a head, as for `Shard.unit`.
+        used: Number of those of this rank without padding, as for `Shard.used`; None if no rank has padding.
     """
 
     size: int
     start: int
     local: int
-    replicas: int = 1
+    holders: tuple[int, ...] = ()
     unit: int = 1
+    used: int | None = None
 
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> Partition:
         """Return this rank's range of `size` features, in whole units (heads).
 
-        With fewer units than ranks, neighbors have the same unit (`replicas`). The number of units must
+        With fewer units than ranks, neighbors have the same unit (`holders`). The number of units must
         divide that of ranks, or the other way round.
         """
         units, ranks = size // unit, group.size
@@ -153,7 +178,28 @@ class Partition:
             return Partition(size, group.rank * local, local)
         assert ranks % units == 0, (size, unit, ranks)
         replicas = ranks // units
-        return Partition(size, group.rank // replicas * unit, unit, replicas)
+        return Partition(size, group.rank // replicas * unit, unit, (replicas,) * units)
+
+    @staticmethod
+    def of_heads(heads: int, key_value_heads: int, group: Group) -> tuple[Partition, Partition]:
+        """Return this rank's range of heads of queries, and of key/value heads, as a HeadSplit says."""
+        split, rank = HeadSplit.of(heads, key_value_heads, group.size), group.rank
+        queries, key_values = split.padded
+        used = (None, None) if split.is_even else (split.queries[rank], split.key_values[rank])
+        return (
+            Partition(heads, split.first_queries[rank], queries, used=used[0]),
+            Partition(key_value_heads, split.first_key_values[rank], key_values, split.holders, used=used[1]),
+        )
+
+    def times(self, features: int) -> Partition:
+        """Return the range of features, if each index of this one stands for `features` neighboring ones."""
+        return replace(
+            self,
+            size=self.size * features,
+            start=self.start * features,
+            local=self.local * features,
+            used=None if self.used is None else self.used * features,
+        )
 
 
 def split_shard(name: str, *dims: int | Partition, axes: frozenset[str] = frozenset({"tensor"})) -> Shard:
@@ -161,21 +207,37 @@ def split_shard(name: str, *dims: int | Partition, axes: frozenset[str] = frozen
 
     Args:
         name: Name of the tensor.
-        dims: Partition of each dim, or its size if it is not split. At most one has replicas or a unit.
+        dims: Partition of each dim, or its size if it is not split. At most one has holders or a unit.
         axes: Mesh axes whose ranks split the tensor.
     """
     partitions = [Partition(each, 0, each) if isinstance(each, int) else each for each in dims]
-    copies = prod(each.replicas for each in partitions)
+    holders = next((each.holders for each in partitions if each.holders), ())
+    is_padded = any(each.used is not None for each in partitions)
     return Shard(
         name,
         tuple(each.size for each in partitions),
         tuple(each.start for each in partitions),
         tuple(each.local for each in partitions),
         split=axes,
-        partial=axes if copies > 1 else frozenset(),
-        copies=copies,
+        partial=axes if holders else frozenset(),
+        holders=holders,
         unit=prod(each.unit for each in partitions),
+        used=tuple(each.used or each.local for each in partitions) if is_padded else None,
     )
+
+
+def position_among_holders(holders: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return the number of the piece that a rank holds, and the number of the rank among its holders.
+
+    Args:
+        holders: Number of holders of each piece; empty if each piece is on one rank.
+        rank: Number of the rank along the axis that splits the tensor.
+    """
+    piece = 0
+    while holders and rank >= holders[piece]:
+        rank -= holders[piece]
+        piece += 1
+    return (piece, rank) if holders else (rank, 0)
 
 
 class UpdateSettings(NamedTuple):

@@ -74,7 +74,7 @@ class LinearSpec:
     Several outputs, such as query, key and value, are computed by one product.
 
     Attributes:
-        inputs: Input features k of all tensor ranks.
+        inputs: Input features k of all tensor ranks, or this rank's range of them if ranks split inputs.
         outputs: Name and features of each output, with parameters `<name>.weight` and `<name>.bias`. The
             features are this rank's range of them if ranks split outputs, else their number.
         biased: True for a layer with biases.
@@ -82,7 +82,7 @@ class LinearSpec:
         adapters: Low-rank adapters of the deck, or None.
     """
 
-    inputs: int
+    inputs: int | Partition
     outputs: Sequence[tuple[str, int | Partition]]
     biased: bool = False
     shared_input: bool = False
@@ -373,7 +373,7 @@ class RowLinear(SplitLinear):
     under sequence parallelism this rank's piece [s/t, b, n].
 
     Args:
-        spec: Features, names and options, with the number of features of each output.
+        spec: Features, names and options, with this rank's range of the inputs.
         layer_context: Context of the layer.
     """
 
@@ -381,10 +381,9 @@ class RowLinear(SplitLinear):
     autograd = RowAutograd
 
     def __init__(self, spec: LinearSpec, layer_context: LayerContext) -> None:
-        columns, partial = Partition.split(spec.inputs, layer_context.tensor), layer_context.sequence_partial
-        shards = []
+        shards, partial = [], layer_context.sequence_partial
         for name, rows in spec.outputs:
-            weight = split_shard(f"{name}.weight", rows, columns)
+            weight = split_shard(f"{name}.weight", rows, spec.inputs)
             shards.append((weight, Shard.replicated(f"{name}.bias", weight.shape[:1], partial)))
         parameters = spec.parameters(shards, "residual")
         super().__init__(layer_context, *parameters, spec.shared_input, spec.adapters)

@@ -19,7 +19,7 @@ owners, then each slice is summed over its replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -50,7 +50,7 @@ class MeshQueries(Protocol):
     def group(self, *axes: str) -> Group:
         """Return this rank's group along one axis or several joined axes."""
 
-    def new_subgroup(self, axis: str, size: int) -> Group:
+    def new_subgroup(self, axis: str, size: int | Sequence[int]) -> Group:
         """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
 
 
@@ -187,7 +187,7 @@ class Replications:
     def __init__(self, mesh: MeshQueries, make_sharding: Callable[[Group], ZeroSharding]) -> None:
         self._mesh, self._make_sharding = mesh, make_sharding
         self._shardings: dict[tuple[Group, bool], ZeroSharding] = {}
-        self._holder_groups: dict[int, Group] = {}
+        self._holder_groups: dict[tuple[int, ...], Group] = {}
 
     @staticmethod
     def unsharded(mesh: MeshQueries) -> Replications:
@@ -216,9 +216,9 @@ class Replications:
         sharding = self._sharding(data_group, shard.zero_exempt)
         holders, pieces = self._mesh.group(SAME_TOKENS), None
         if SAME_TOKENS in shard.split:
-            if shard.copies not in self._holder_groups:
-                self._holder_groups[shard.copies] = self._mesh.new_subgroup(SAME_TOKENS, shard.copies)
-            holders, pieces = self._holder_groups[shard.copies], holders
+            if shard.holders not in self._holder_groups:
+                self._holder_groups[shard.holders] = self._mesh.new_subgroup(SAME_TOKENS, shard.holders or 1)
+            holders, pieces = self._holder_groups[shard.holders], holders
         pipeline = self._mesh.group("pipeline") if shard.stage_copies > 1 else None
         partial, copy = SAME_TOKENS in shard.partial, (shard.stage_copy, shard.stage_copies)
         return Replication(sharding, holders, partial, pieces, pipeline, *copy)

@@ -186,7 +186,8 @@ def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
     layout, experts = deck.layout, deck.model.experts
     if experts is not None and (shared := experts.shared * experts.mlp) % layout.tensor:
         made = f"model.experts.shared x model.experts.mlp = {experts.shared} x {experts.mlp}"
-        fitting = nearest_numbers(layout.tensor, divisors(gcd(shared, deck.model.heads)))
+        most = deck.model.heads
+        fitting = nearest_numbers(layout.tensor, [each for each in divisors(shared) if each <= most])
         sentence = f"must divide {made} = {shared} (use {either(fitting)})"
         others = ("model.experts.shared", "model.experts.mlp", "model.heads")
         yield DeckProblem("layout.tensor", sentence, others)

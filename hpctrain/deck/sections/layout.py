@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from hpctrain.deck.head_split import HeadSplit
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.problem import DeckProblem, divisors, multiples, nearest_numbers
 from hpctrain.deck.relations import (
@@ -188,12 +189,12 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     split_sequence = layout.sequence_parallel and deck.batch.sequence % layout.context == 0
 
     demands: dict[str, Callable[[int], bool]] = {
-        "model.heads": lambda ranks: model.heads % ranks == 0,
-        "model.key_value_heads": lambda ranks: _shares(model.key_value_heads, ranks),
+        "model.heads": lambda ranks: ranks <= model.heads,
         "model.mlp": lambda ranks: not has_dense_blocks(deck) or model.mlp % ranks == 0,
         "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
     }
-    fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
+    every = range(1, model.heads + 1)
+    fitting = [ranks for ranks in every if all(fits(ranks) for fits in demands.values())]
     would = nearest_numbers(tensor, fitting)
 
     def problem(demand: str, name: str, candidates: Iterable[int]) -> DeckProblem:
@@ -208,14 +209,18 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
         others = ("layout.context", "layout.sequence_parallel", *demands)
         return DeckProblem("layout.tensor", f"{demand} (use {either(would)}{given})", others)
 
-    for name, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
-        if size % tensor and not demands[name](tensor):
-            yield problem(f"must divide {name} = {size}", name, divisors(size))
-    if model.heads % tensor == 0 and not _shares(model.key_value_heads, tensor):
-        asked = f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it"
-        shared = [ranks for ranks in divisors(model.heads) if _shares(model.key_value_heads, ranks)]
-        yield problem(asked, "model.key_value_heads", shared)
-    if split_sequence and length % tensor and not model.heads % tensor:
+    if not demands["model.heads"](tensor):
+        yield problem(f"must be at most model.heads = {model.heads}", "model.heads", every)
+    if not demands["model.mlp"](tensor):
+        yield problem(f"must divide model.mlp = {model.mlp}", "model.mlp", divisors(model.mlp))
+    heads = _head_split(deck)
+    if heads is not None and not heads.is_even and deck.communication.compress in {"sign", "onebit"}:
+        sentence = (
+            f"conflicts with layout.tensor = {tensor}, which does not divide the heads evenly: ranks fill up "
+            'with heads of zeros, which have no signs (use "bf16", "int8", "topk" or "powersgd")'
+        )
+        yield DeckProblem(_COMPRESS, sentence, ("layout.tensor", "model.heads", "model.key_value_heads"))
+    if split_sequence and length % tensor and tensor <= model.heads:
         unit = layout.context * tensor
         yield DeckProblem(
             "batch.sequence",
@@ -225,14 +230,23 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
         )
 
 
+def _head_split(deck: Deck) -> HeadSplit | None:
+    """Return the heads of each tensor rank; None if the numbers of heads or ranks are wrong."""
+    model, tensor = deck.model, deck.layout.tensor
+    if tensor > model.heads or model.heads % model.key_value_heads:
+        return None
+    return HeadSplit.of(model.heads, model.key_value_heads, tensor)
+
+
 def _context(deck: Deck) -> Iterator[DeckProblem]:
-    model, layout, sequence = deck.model, deck.layout, deck.batch.sequence
-    context, tensor = layout.context, layout.tensor
+    layout, sequence = deck.layout, deck.batch.sequence
+    context = layout.context
     if context == 1:
         return
     ring = layout.context_form == "ring"
-    heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
-    if not ring and model.heads % tensor == 0 and not _exchanges(heads, shared, context):
+    split = _head_split(deck)
+    heads, shared = (1, 1) if split is None else split.padded
+    if not ring and split is not None and not _exchanges(heads, shared, context):
         fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
         would = either(nearest_numbers(context, [ranks for ranks in fitting if sequence % ranks == 0]))
         also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads,"
@@ -254,7 +268,7 @@ def _context(deck: Deck) -> Iterator[DeckProblem]:
 
 def _exchanges(heads: int, shared: int, ranks: int) -> bool:
     """Return True if context ranks can exchange these numbers of heads and of key/value heads."""
-    return heads % ranks == 0 and _shares(shared, ranks)
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
@@ -317,11 +331,6 @@ def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem(
             "layout.zero_group", "requires layout.zero = 1, 2 or 3, but it is 0", ("layout.zero",)
         )
-
-
-def _shares(heads: int, ranks: int) -> bool:
-    """Return True if each rank has whole key/value heads, or if each head is shared by equally many ranks."""
-    return heads % ranks == 0 or ranks % heads == 0
 
 
 def model_ranks(deck: Deck) -> int:

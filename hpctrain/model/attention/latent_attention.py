@@ -52,7 +52,7 @@ class LatentAttention(BlockAttention):
     Attributes:
         rotary_size: Features of a head that are rotated.
         value_size: Features of a head's values.
-        heads: Heads of this rank.
+        heads: Heads of this rank, with padding.
         compress: Layer that computes the latents and the shared features of keys.
         query: Layer that computes the queries.
         expand: Layer that computes the unrotated features of keys, and the values.
@@ -72,11 +72,11 @@ class LatentAttention(BlockAttention):
         super().__init__(shape, layer_context, block, latent.value_size)
         self.rotary_size, self.value_size = latent.rotary_size, latent.value_size
         tensor = layer_context.tensor
-        self.heads = shape.heads // tensor.size
+        heads, _ = Partition.of_heads(shape.heads, shape.heads, tensor)
+        self.heads = heads.local
 
         def rows(head_rows: int) -> Partition:
-            split = Partition.split(shape.heads * head_rows, tensor, head_rows)
-            return replace(split, unit=head_rows)
+            return replace(heads.times(head_rows), unit=head_rows)
 
         directly = latent.query_rank is None
         compressed = [
@@ -100,7 +100,7 @@ class LatentAttention(BlockAttention):
         self.expand = ColumnLinear(LinearSpec(latent.key_value_rank, expanded), layer_context)
         shares = not self.pads and layer_context.saved_policy.keeps_core and not self.sends_heads
         output = (f"{name}.output", shape.hidden)
-        spec = LinearSpec(shape.heads * latent.value_size, [output], shared_input=shares)
+        spec = LinearSpec(heads.times(latent.value_size), [output], shared_input=shares)
         self.output = RowLinear(spec, layer_context)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, split_shard
+from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, position_among_holders, split_shard
 
 
 class QueryKeyNorm(nn.Module):
@@ -27,6 +27,8 @@ class QueryKeyNorm(nn.Module):
         joint: True if means are over all heads.
         centered: True for LayerNorm.
         rows: Split of queries and of keys over tensor ranks.
+        key_holders: Number of ranks that hold this rank's keys.
+        key_position: Number of this rank among them.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class QueryKeyNorm(nn.Module):
         self.tensor, self.joint = layer_context.tensor, shape.query_key_norm == "all"
         self.centered = shape.query_key_norm == "layer_per_head"
         self.rows = (queries, keys)
+        piece, self.key_position = position_among_holders(keys.holders, self.tensor.rank)
+        self.key_holders = keys.holders[piece] if keys.holders else 1
         ones: Initial = "zeros" if self.offset else "ones"
         self.query_weight, self.key_weight = (
             Parameter(self._shard(f"{name}.{kind}_norm.weight", rows), False, ones)
@@ -79,7 +83,7 @@ class QueryKeyNorm(nn.Module):
             return [product.mean(-1, keepdim=True) for product in products]
         sums = torch.cat([product.sum((-2, -1), keepdim=True) for product in products], -1)
         if self.tensor.size > 1:
-            if shared and self.tensor.rank % self.rows[1].replicas:
+            if shared and self.key_position:
                 sums[..., 1] = 0
             self.tensor.all_reduce(sums)
         summed_parts = sums.split(1, -1)
@@ -133,11 +137,11 @@ class _QueryKeyNormAutograd(torch.autograd.Function):
         ]
         means = norm.means([g * x for g, x in zip(normed_gradients, normed, strict=True)], shared=False)
         x_gradients = []
-        for g, x, mean, inverse, rows in zip(
-            normed_gradients, normed, means, inverses, norm.rows, strict=True
+        for g, x, mean, inverse, holders in zip(
+            normed_gradients, normed, means, inverses, (1, norm.key_holders), strict=True
         ):
             # Gradients of replicas of the same keys are summed later, so each replica computes its share.
-            share = mean / rows.replicas if norm.joint else mean
+            share = mean / holders if norm.joint else mean
             x_gradient = g - x * share
             if norm.centered:
                 x_gradient -= g.mean(-1, keepdim=True)

@@ -141,8 +141,8 @@ class Attention(BlockAttention):
     ) -> None:
         super().__init__(shape, layer_context, block)
         size = shape.head_size
-        queries = Partition.split(shape.heads * size, layer_context.tensor, size)
-        keys = Partition.split(shape.key_value_heads * size, layer_context.tensor, size)
+        heads, key_value_heads = Partition.of_heads(shape.heads, shape.key_value_heads, layer_context.tensor)
+        queries, keys = heads.times(size), key_value_heads.times(size)
         outputs = [
             (f"{name}.query", replace(queries, unit=size)),
             (f"{name}.key", replace(keys, unit=size)),
@@ -155,14 +155,13 @@ class Attention(BlockAttention):
         self.clip = QueryKeyValueClip(clip, layer_context.saved_policy.rounds) if clip else None
         self.sinks: Parameter | None = None
         if shape.attention_sinks:
-            heads = Partition.split(shape.heads, layer_context.tensor)
             self.sinks = Parameter(split_shard(f"{name}.sinks", heads), False, "zeros")
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, layer_context, queries, keys) if normed else None
         output = (f"{name}.output", shape.hidden)
         shared = layer_context.saved_policy.keeps_core and not self.sends_heads
         biased = shape.attention_bias == "all"
-        spec = LinearSpec(shape.heads * size, [output], biased, shared, shape.adapters)
+        spec = LinearSpec(queries, [output], biased, shared, shape.adapters)
         self.output = RowLinear(spec, layer_context)
 
     @property

@@ -132,7 +132,6 @@ class CellLayout(NamedTuple):
         )
         same_blocks = blocks(shard.clipped_local) == blocks(shard.shape) and not shard.is_longer
         split = frozenset[str]() if same_blocks else shard.split
-        cells = replace(
-            shard, shape=numbers(shard.shape), start=start, local=numbers(shard.clipped_local), split=split
-        )
+        local = numbers(shard.clipped_local)
+        cells = replace(shard, shape=numbers(shard.shape), start=start, local=local, split=split, used=None)
         return CellLayout(cells, block_shape)

@@ -27,9 +27,10 @@ class SplitMatrix:
 
     Attributes:
         shape: Shape of the matrix.
-        local: Shape of a piece. Pieces of the last ranks may end with padding.
+        local: Shape of a piece, which may end with padding.
         group: Ranks that hold pieces.
         starts: First index of each rank's piece in the matrix.
+        extents: Shape of each rank's piece without padding.
         work: FLOPs of its transformation.
     """
 
@@ -37,6 +38,7 @@ class SplitMatrix:
     local: tuple[int, ...]
     group: Group
     starts: Sequence[Sequence[int]]
+    extents: Sequence[Sequence[int]]
     work: float
 
     @staticmethod
@@ -51,7 +53,13 @@ class SplitMatrix:
         assert group is not None
         starts = [at % size for at, size in zip(shard.start, block.shape, strict=True)]
         local = tuple(min(size, held) for size, held in zip(block.shape, shard.local, strict=True))
-        return SplitMatrix(block.shape, local, group, group.all_gather_object(starts), block.work)
+        used = shard.used or shard.local
+        extent = [
+            max(0, min(size - at, held, real))
+            for size, at, held, real in zip(block.shape, starts, local, used, strict=True)
+        ]
+        all_starts, all_extents = zip(*group.all_gather_object((starts, extent)), strict=True)
+        return SplitMatrix(block.shape, local, group, all_starts, all_extents, block.work)
 
     @property
     def elements(self) -> int:
@@ -65,30 +73,35 @@ class SplitMatrix:
     def assemble(self, pieces: Tensor) -> Tensor:
         """Return the matrix that consists of the pieces of all ranks, which have shape [rank, *local]."""
         matrix = pieces.new_empty(self.shape)
-        for start, piece in zip(self.starts, pieces, strict=True):
-            target = matrix[self._index(start)]
-            target.copy_(piece[tuple(slice(0, size) for size in target.shape)])
+        for rank, piece in enumerate(pieces):
+            matrix[self._index(rank)] = piece[self._real_part(rank)]
         return matrix
 
     def split(self, matrix: Tensor, pieces: Tensor) -> None:
         """Copy the matrix into the pieces of all ranks, of shape [rank, *local], with zeros as padding."""
-        for start, target in zip(self.starts, pieces, strict=True):
-            piece = matrix[self._index(start)]
+        for rank, target in enumerate(pieces):
+            piece = matrix[self._index(rank)]
             if tuple(piece.shape) != self.local:
                 target.zero_()
-            target[tuple(slice(0, size) for size in piece.shape)] = piece
+            target[self._real_part(rank)] = piece
 
     def local_piece(self, matrix: Tensor) -> Tensor:
         """Return this rank's piece of the matrix, with zeros as padding. It may be a view of the matrix."""
-        piece = matrix[self._index(self.starts[self.group.rank])]
+        piece = matrix[self._index(self.group.rank)]
         if tuple(piece.shape) == self.local:
             return piece
         padded = matrix.new_zeros(self.local)
-        padded[tuple(slice(0, size) for size in piece.shape)] = piece
+        padded[self._real_part(self.group.rank)] = piece
         return padded
 
-    def _index(self, start: Sequence[int]) -> tuple[slice, ...]:
-        return tuple(slice(at, at + size) for at, size in zip(start, self.local, strict=True))
+    def _index(self, rank: int) -> tuple[slice, ...]:
+        """Return the index of a rank's piece, without padding, in the matrix."""
+        sizes = zip(self.starts[rank], self.extents[rank], strict=True)
+        return tuple(slice(start, start + size) for start, size in sizes)
+
+    def _real_part(self, rank: int) -> tuple[slice, ...]:
+        """Return the index of what is not padding in a rank's piece."""
+        return tuple(slice(0, size) for size in self.extents[rank])
 
 
 class MatrixExchange:

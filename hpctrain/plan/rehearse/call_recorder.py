@@ -220,9 +220,10 @@ class RecordedMesh(PlannedMesh):
         return group
 
     @override
-    def new_subgroup(self, axis: str, size: int) -> Group:
+    def new_subgroup(self, axis: str, size: int | Sequence[int]) -> Group:
         group = super().new_subgroup(axis, size)
-        self.recorder.name_new(self.group(axis), group, f"{axis}/{size}")
+        sizes = [size] if isinstance(size, int) else dict.fromkeys(size)
+        self.recorder.name_new(self.group(axis), group, f"{axis}/{'+'.join(map(str, sizes))}")
         return group
 
     @override

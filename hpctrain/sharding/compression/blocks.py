@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
 
 import torch
 from torch import Tensor
@@ -80,8 +79,7 @@ class CompressionBlocks:
         pieces, count = [], 0
         for segment in bucket.segments:
             shard = segment.parameter.shard
-            assert shard.extent[1:] == shard.local[1:], shard
-            length = prod(shard.extent)
+            length = shard.elements_of_rows
             if segment.parameter.requires_grad and length:
                 pieces.append(ParameterBlocks(segment, 0, segment.start, count * BLOCK, length))
                 count += -(-length // BLOCK)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 
-from hpctrain.parallel.shards import Shard
+from hpctrain.parallel.shards import Shard, position_among_holders
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.replication import EXPERTS
 
@@ -92,7 +92,8 @@ class Matrices:
             places = [(start // local, -(-size // local)) for size, start, local in cuts]
             number, pieces = max(places, key=itemgetter(1))
         elif replication.pieces is not None:
-            number, pieces = replication.pieces.rank // shard.copies, replication.pieces.size // shard.copies
+            number, _ = position_among_holders(shard.holders, replication.pieces.rank)
+            pieces = len(shard.holders) or replication.pieces.size
         return Shard(
             shard.name,
             (*shard.shape[:dim], pieces, self.factor_columns, self.m),

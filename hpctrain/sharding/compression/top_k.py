@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ class TopK(GradientReduction):
         self.bucket, self.group = bucket, bucket.sharding.group
         self.exact, self.momentum, self.warmup = ExactReduction(bucket), momentum, warmup
         self._warm = True
-        lengths = ((s, prod(s.parameter.shard.extent)) for s in bucket.segments if s.parameter.requires_grad)
+        lengths = (
+            (s, s.parameter.shard.elements_of_rows) for s in bucket.segments if s.parameter.requires_grad
+        )
         self.parts = [(segment.start, length, ceil(ratio * length)) for segment, length in lengths if length]
         self.sent = sum(count for *_, count in self.parts)
         device = self.group.device
