@@ -30,6 +30,7 @@ class MatrixSize(NamedTuple):
         experts: Number of experts with such a matrix, which `expert` ranks split.
         adapter: True for a factor of an adapter, which needs no messages of its own.
         biased: True if a bias is added to the product.
+        by_heads: True if tensor ranks split its features by heads, which they may divide unevenly.
     """
 
     outputs: int
@@ -39,6 +40,7 @@ class MatrixSize(NamedTuple):
     experts: int = 1
     adapter: bool = False
     biased: bool = False
+    by_heads: bool = False
 
     @property
     def elements(self) -> int:

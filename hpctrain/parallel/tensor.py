@@ -113,6 +113,7 @@ class SplitLinear(MatmulLayer):
     Attributes:
         split: Features by which tensor ranks split the matrix.
         autograd: Function with the forward and the backward pass.
+        by_heads: True if tensor ranks split the features by heads. Attention sets it for its layers.
         split_sizes: Local features of the output of each weight.
         weights: Weights, which are neighbours in one bucket.
         biases: Biases, which are neighbours, too.
@@ -122,6 +123,7 @@ class SplitLinear(MatmulLayer):
 
     split: ClassVar[MatrixSplit]
     autograd: ClassVar[type[torch.autograd.Function]]
+    by_heads = False
 
     def __init__(
         self,
@@ -166,8 +168,8 @@ class SplitLinear(MatmulLayer):
     def matrices(self) -> list[MatrixSize]:
         outputs = sum(weight.shard.shape[0] for weight in self.weights)
         adapter = [] if self.adapter is None else self.adapter.matrices
-        size = MatrixSize(outputs, self.weights[0].shard.shape[1], self.split, biased=bool(self.biases))
-        return [size, *adapter]
+        inputs, biased = self.weights[0].shard.shape[1], bool(self.biases)
+        return [MatrixSize(outputs, inputs, self.split, biased=biased, by_heads=self.by_heads), *adapter]
 
     @property
     @override

@@ -144,27 +144,33 @@ def test_what_fits(overrides: list[str]) -> None:
             ['model.rope_base=500: requires model.positions = "rotary", but it is "learned"'],
         ),
         (
-            ["layout.tensor=3"],
-            ["layout.tensor=3: must divide model.heads = 8 (use 1, 2, 4 or 8)"],
+            ["layout.tensor=5"],
+            ["layout.tensor=5: must divide model.mlp = 96 (use 3, 4, 6 or 8)"],
         ),
         (
             ["layout.tensor=16"],
-            ["layout.tensor=16: must divide model.heads = 8 (use 1, 2, 4 or 8)"],
+            ["layout.tensor=16: must be at most model.heads = 8 (use 3, 4, 6 or 8, given model.mlp = 96)"],
         ),
         (
             ["layout.tensor=8", "model.mlp=100"],
-            ["layout.tensor=8: must divide model.mlp = 100 (use 1, 2 or 4, given model.heads = 8)"],
+            ["layout.tensor=8: must divide model.mlp = 100 (use 1, 2, 4 or 5, given model.heads = 8)"],
         ),
         (
-            ["layout.tensor=4", "model.heads=12", "model.hidden=72", "model.key_value_heads=6"],
+            ["layout.tensor=3", "communication.compress=sign"],
             [
-                "layout.tensor=4: must divide model.key_value_heads = 6 or be a multiple of it (use 1, "
-                "2, 3 or 6)"
+                "communication.compress=sign: conflicts with layout.tensor = 3, which does not divide the heads "
+                'evenly: ranks fill up with heads of zeros, which have no signs (use "bf16", "int8", "topk" or '
+                '"powersgd")'
             ],
         ),
         (  # what the sequence must be is not told while another size of the axis is needed
-            ["layout.tensor=3", "layout.sequence_parallel=true", "model.mlp=96"],
-            ["layout.tensor=3: must divide model.heads = 8 (use 1, 2, 4 or 8)"],
+            ["layout.tensor=9", "layout.sequence_parallel=true"],
+            [
+                "layout.tensor=9: must be at most model.heads = 8 (use 1, 2, 4 or 8, given model.mlp = 96 and "
+                "batch.sequence = 64)",
+                "layout.tensor=9: must divide model.mlp = 96 (use 1, 2, 4 or 8, given model.heads = 8 and "
+                "batch.sequence = 64)",
+            ],
         ),
         (
             ["layout.context=3", "layout.context_form=all_to_all"],
@@ -210,6 +216,16 @@ def test_what_fits(overrides: list[str]) -> None:
             [
                 "layout.context=4: must divide the 2 heads of a tensor rank with layout.context_form = "
                 '"all_to_all" (use 1 or 2, or the form "ring")'
+            ],
+        ),
+        (
+            [  # the 4 ranks have 4, 3, 4 and 3 heads, which one key/value head each serves
+                *("layout.tensor=4", "model.heads=14", "model.hidden=112", "model.key_value_heads=2"),
+                *("layout.context=8", "layout.context_form=all_to_all"),
+            ],
+            [
+                "layout.context=8: must divide the 4 heads of a tensor rank with layout.context_form = "
+                '"all_to_all" (use 1, 2 or 4, or the form "ring")'
             ],
         ),
         (

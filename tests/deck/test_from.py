@@ -93,8 +93,8 @@ def test_keys_that_contradict_the_model_are_errors() -> None:
     assert (
         f"deck.toml:5: model.layers = 12 (from the preset): conflicts with {name}, whose" in problems(text)[0]
     )
-    message = problems(DECK, "layout.tensor=3")[0]
-    assert message.startswith("--set layout.tensor=3: must divide model.heads = 4")
+    message = problems(DECK, "layout.tensor=5")[0]
+    assert message.startswith("--set layout.tensor=5: must be at most model.heads = 4")
 
 
 def test_scaled_positions_are_those_of_the_model_or_the_deck_adds_them() -> None:

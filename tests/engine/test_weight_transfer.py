@@ -54,6 +54,13 @@ ON_TWO = {
     "files": ("layout.zero=3", "memory.parameters=disk", "memory.optimizer=disk"),
     "tensor": ("layout.tensor=2", "layout.sequence_parallel=true"),
     "heads shared": ("layout.tensor=2", *LLAMA, "model.key_value_heads=1"),
+    "uneven heads": (
+        "layout.tensor=2",
+        *LLAMA,
+        "model.heads=3",
+        "model.key_value_heads=3",
+        "model.head_size=8",
+    ),
     "context": ("layout.context=2", "layout.zero=1"),
     "pipeline": ("layout.pipeline=2",),
     "untied pipeline": ("layout.pipeline=2", *UNTIED, "precision.compute=bf16"),

@@ -62,11 +62,15 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tensor": (2, ("layout.tensor=2", "layout.sequence_parallel=true", "model.family=gpt2")),
     "pipeline, tied": (2, ("layout.pipeline=2", "model.tied=true")),
     "tensor, shared heads": (2, ("layout.tensor=2", "model.key_value_heads=1")),
+    "tensor, uneven heads": (
+        2,
+        ("layout.tensor=2", "model.heads=3", "model.key_value_heads=3", "model.head_size=8"),
+    ),
     "experts": (2, (*EXPERTS, "layout.expert=2", "layout.zero=1")),
     "experts, cut": (2, (*EXPERTS, "layout.tensor=2", "layout.expert_tensor=2")),
     "hybrid": (4, ("layout.zero=1", "layout.zero_group=2")),
 }
-OF_MATRICES = ("tensor, shared heads", "experts", "experts, cut")
+OF_MATRICES = ("tensor, shared heads", "tensor, uneven heads", "experts", "experts, cut")
 """Layouts that place whole matrices differently, which does not matter to elementwise rules."""
 
 

@@ -62,14 +62,14 @@ def test_rows_of_heads_are_split_or_shared(world: World) -> None:
 
     group = Mesh(world, {"tensor": world.size}).group("tensor")
     split = Partition.split(world.size * 6, group)
-    assert (split.start, split.local, split.replicas) == (world.rank * 6, 6, 1)
+    assert (split.start, split.local, split.holders) == (world.rank * 6, 6, ())
     shared = Partition.split(4, group, unit=4)
-    assert (shared.start, shared.local, shared.replicas) == (0, 4, world.size)
+    assert (shared.start, shared.local, shared.holders) == (0, 4, (world.size,))
 
 
 def test_a_shard_has_the_partitions_of_its_dims() -> None:
     shard = split_shard("a", Partition(8, 4, 4), 2, Partition(6, 0, 3), axes=frozenset({"expert"}))
     assert (shard.shape, shard.start, shard.local) == ((8, 2, 6), (4, 0, 0), (4, 2, 3))
-    assert shard.split == {"expert"} and not shard.partial and (shard.copies, shard.unit) == (1, 1)
-    shared = split_shard("a", Partition(4, 0, 4, replicas=2, unit=4), 5)
-    assert shared.split == shared.partial == {"tensor"} and (shared.copies, shared.unit) == (2, 4)
+    assert shard.split == {"expert"} and not shard.partial and (shard.holders, shard.unit) == ((), 1)
+    shared = split_shard("a", Partition(4, 0, 4, holders=(2,), unit=4), 5)
+    assert shared.split == shared.partial == {"tensor"} and (shared.holders, shared.unit) == ((2,), 4)

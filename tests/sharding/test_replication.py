@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -45,7 +46,8 @@ class MeshAt:
             self.made[axes] = planned_group(axes, rank, size, Ledger())
         return self.made[axes]
 
-    def new_subgroup(self, axis: str, size: int) -> Group:
+    def new_subgroup(self, axis: str, size: int | Sequence[int]) -> Group:
+        size = size if isinstance(size, int) else size[0]
         return planned_group((axis,), along(dict(self.place))[axis] % size, size, Ledger())
 
 
@@ -69,7 +71,7 @@ def shards(place: dict[str, int]) -> dict[str, tuple[Shard, int]]:
     return {
         "matrix": (Shard("m", (8,), (2 * tensor,), (2,), split), tensor),
         "norm": (Shard.replicated("n", (8,), frozenset({"tensor"})), 0),
-        "shared keys": (Shard("k", (8,), (tensor // 2 * 4,), (4,), split, split, 2), tensor // 2),
+        "shared keys": (Shard("k", (8,), (tensor // 2 * 4,), (4,), split, split, (2, 2)), tensor // 2),
         "tied": (Shard("t", (8,), (2 * tensor,), (2,), split, stage_copy=last, stage_copies=2), tensor),
         "experts": (Shard("e", (8, 8), start, (2, 4), experts), 2 * here["expert"] + here["expert_tensor"]),
     }

@@ -35,6 +35,7 @@ ON_TWO: dict[str, tuple[str, ...]] = {
     "interleaved": ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2"),
     "recompute": ("layout.zero=2", "memory.recompute=full"),
     "experts": ("layout.expert=2",),
+    "uneven-heads": ("layout.tensor=2", "layout.sequence_parallel=true"),
 }
 ON_FOUR: dict[str, tuple[str, ...]] = {
     "tensor-context": ("layout.tensor=2", "layout.context=2", "layout.sequence_parallel=true"),
@@ -62,6 +63,20 @@ def layout_of(name: str, layout: str) -> tuple[str, ...]:
     return (ON_TWO | ON_FOUR)[layout] if divided else ("layout.expert_tensor=2",)
 
 
+def uneven_heads(name: str) -> dict[str, int]:
+    """Return changes of a model to heads that two ranks do not divide evenly."""
+    config = reference(name).config
+    heads = int(config.num_attention_heads)  # type: ignore[arg-type]
+    key_values = int(getattr(config, "num_key_value_heads", None) or heads)
+    return {"num_attention_heads": 9 if key_values == 1 else 3 * heads // key_values} | (
+        {"num_key_value_heads": 3}
+        if 1 < key_values < heads
+        else {"num_key_value_heads": 3}
+        if key_values == heads and hasattr(config, "num_key_value_heads")
+        else {}
+    )
+
+
 def steps(world: World, folder: Path, *keys: str, alone: bool = False) -> list[list[float]]:
     """Return losses and norms of gradients of the first steps."""
     deck = deck_of(folder, *KEYS, *keys)
@@ -71,17 +86,19 @@ def steps(world: World, folder: Path, *keys: str, alone: bool = False) -> list[l
     return found
 
 
-_of_one_rank: dict[str, list[list[float]]] = {}
+_of_one_rank: dict[tuple[str, bool], list[list[float]]] = {}
 
 
 def compare(world: World, folder: Path, name: str, layout: str) -> None:
     """Compare a layout with one rank. Collective."""
 
     def alone() -> list[list[float]]:
-        reference(name).save_pretrained(folder)  # type: ignore[operator]
-        if name not in _of_one_rank:
-            _of_one_rank[name] = steps(world.single_rank_world(), folder, alone=True)
-        return _of_one_rank[name]
+        changes = uneven_heads(name) if layout == "uneven-heads" else {}
+        reference(name, **changes).save_pretrained(folder)  # type: ignore[operator]
+        key = name, bool(changes)
+        if key not in _of_one_rank:
+            _of_one_rank[key] = steps(world.single_rank_world(), folder, alone=True)
+        return _of_one_rank[key]
 
     expected = on_rank_0(world, alone)
     for measured, theirs in zip(steps(world, folder, *layout_of(name, layout)), expected, strict=True):

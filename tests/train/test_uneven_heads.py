@@ -6,14 +6,19 @@ Tests of `Partition.of_heads` of parallel/shards.py in whole runs.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
+from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
+from tests.generate.test_text_model import GREEDY, make_checkpoint, texts
+from tests.plan.test_memory import expect_activations
+from tests.train.test_any_layout import tensors
 
 TENSOR = ("layout.tensor=2",)
 SEQUENCE = (*TENSOR, "layout.sequence_parallel=true")
@@ -63,3 +68,56 @@ def test_two_ranks_train_like_one(world: World, case: str) -> None:
 @pytest.mark.parametrize("case", ON_FOUR)
 def test_four_ranks_train_like_one(world: World, case: str) -> None:
     check_steps(world, ON_FOUR[case])
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_checkpoints_fit_two_ranks_and_one(world: World, mpi_tmp_path: Path) -> None:
+    """A file of two ranks is that of one rank that resumes it, bit for bit, and the other way round."""
+    alone = world.single_rank_world()
+    keys = (*heads(9, 3, "model.query_key_norm=all"), f"run.dir={mpi_tmp_path}", "run.steps=3")
+    file = mpi_tmp_path / "checkpoints/step-00000001.h5"
+
+    def write(here: World, name: str, source: str | None, *layout: str) -> None:
+        deck = small_deck(*keys, *layout)
+        training = trainer(here, deck)
+        checkpoints = Checkpoints(deck, training.engine, {})
+        if source is None:
+            training.train(1)
+        else:
+            training.state = checkpoints.restore(mpi_tmp_path / source)
+        checkpoints.save(training.state)
+        checkpoints.finish()
+        training.engine.close()
+        here.everyone.barrier()
+        if here.rank == 0:
+            file.rename(mpi_tmp_path / name)
+        here.everyone.barrier()
+
+    write(world, "two.h5", None, *SEQUENCE, "layout.zero=1")
+    if world.rank == 0:
+        write(alone, "one.h5", "two.h5")
+    world.everyone.barrier()
+    write(world, "again.h5", "one.h5", *TENSOR)
+    expected = tensors(mpi_tmp_path / "two.h5")
+    for name in ("one.h5", "again.h5"):
+        written = tensors(mpi_tmp_path / name)
+        assert {key: values.tobytes() for key, values in written.items()} == {
+            key: values.tobytes() for key, values in expected.items()
+        }
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_two_ranks_generate_the_text_of_one(world: World, mpi_tmp_path: Path) -> None:
+    path = mpi_tmp_path / "a.h5"
+    make_checkpoint(world, path, *heads(9, 3), *TENSOR)
+    found = texts(world, path, "abc", GREEDY)
+    expected = by_rank_0(world, lambda: texts(world.single_rank_world(), path, "abc", GREEDY))
+    if world.rank == 0:
+        assert found == expected
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("case", ["groups", "shared"])
+def test_the_plan_has_the_memory_of_all_ranks(world: World, case: str) -> None:
+    for recompute in ("none", "selective"):
+        expect_activations(world, small_deck(*ON_TWO[case], f"memory.recompute={recompute}"))

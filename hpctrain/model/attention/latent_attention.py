@@ -102,6 +102,7 @@ class LatentAttention(BlockAttention):
         output = (f"{name}.output", shape.hidden)
         spec = LinearSpec(heads.times(latent.value_size), [output], shared_input=shares)
         self.output = RowLinear(spec, layer_context)
+        self.query.by_heads = self.expand.by_heads = self.output.by_heads = True
 
     @property
     def pads(self) -> bool:

@@ -163,6 +163,7 @@ class Attention(BlockAttention):
         biased = shape.attention_bias == "all"
         spec = LinearSpec(queries, [output], biased, shared, shape.adapters)
         self.output = RowLinear(spec, layer_context)
+        self.inner.by_heads = self.output.by_heads = True
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:

@@ -13,6 +13,7 @@ from math import isfinite, prod
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, total
 from hpctrain.costs.layer_bytes.byte_functions import saved_storages
+from hpctrain.deck.head_split import HeadSplit
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
 from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters
@@ -175,6 +176,13 @@ def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
     return total(saved_storages(layer, features)) / _TOKENS, total(saved_storages(layer, rows)) / _TOKENS
 
 
+@lru_cache
+def largest_share(heads: int, key_value_heads: int, ranks: int) -> float:
+    """Return the heads that a tensor rank computes over their mean; 1.0 if ranks divide the heads evenly."""
+    split = HeadSplit.of(heads, key_value_heads, ranks)
+    return 1.0 if split.is_even else split.padded[0] * ranks / heads
+
+
 MOST_PASSES = 1e12
 """More than a layer has in a step."""
 
@@ -222,6 +230,8 @@ class _Times:
     def __init__(self, layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> None:
         self.layer, self.at, self.machine = layer, at, machine
         self.rates = machine.products_of(at.form)
+        core = layer.core
+        self.largest = 1.0 if core is None else largest_share(core.heads, core.key_value_heads, at.tensor)
 
     def forward(self) -> dict[str, float]:
         """The whole pass."""
@@ -275,8 +285,9 @@ class _Times:
             rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
         elif matrix.split == "replicated":
             rows = at.rows
-        n = matrix.outputs / ranks if matrix.split == "outputs" else matrix.outputs
-        k = matrix.inputs / ranks if matrix.split == "inputs" else matrix.inputs
+        largest = self.largest if matrix.by_heads else 1.0
+        n = matrix.outputs * largest / ranks if matrix.split == "outputs" else matrix.outputs
+        k = matrix.inputs * largest / ranks if matrix.split == "inputs" else matrix.inputs
         if self.layer.is_last:  # logits of some rows at a time
             count, rows = rows / self.machine.logits_at_once(rows, n), self.machine.logits_at_once(rows, n)
         return rows, n, k, count
@@ -286,14 +297,15 @@ class _Times:
         core, at, machine = self.layer.core, self.at, self.machine
         if core is None:
             return 0.0
-        flops = core.kernel_flops / at.tensor * at.tokens
+        flops = core.kernel_flops * self.largest / at.tensor * at.tokens
         backward = direction == "backward"
         attention = machine.attention_of(at.form)
         rate = attention.backward if backward else attention.forward
         if rate is not None:
-            features = core.heads * core.head_size / at.tensor * at.tokens * attention.features[backward]
+            features = core.heads * core.head_size * self.largest / at.tensor * at.tokens
+            features *= attention.features[backward]
             return machine.launch + flops * (2.0 if backward else 1.0) / rate + features
-        heads = core.heads / at.tensor * at.micro_size
+        heads = core.heads * self.largest / at.tensor * at.micro_size
         queries = core.sequence / at.context
         of_one = self.rates.seconds(queries, core.keys, core.head_size)
         scores = heads * queries * core.keys * at.itemsize
@@ -356,11 +368,11 @@ class _Times:
         layer, at, machine = self.layer, self.at, self.machine
         if at.context == 1 or layer.core is None:
             return 0.0
-        features = 2 * layer.core.key_value_heads * layer.core.head_size / at.tensor
+        features = 2 * layer.core.key_value_heads * layer.core.head_size * self.largest / at.tensor
         if at.context_form == "ring":
             size = at.tokens * features * at.itemsize * at.context * (2 if direction == "backward" else 1)
             return self._left(collective_seconds(machine, "all_gather", size, at.context_ranks), core)
-        queries = 2 * layer.core.heads * layer.core.head_size / at.tensor
+        queries = 2 * layer.core.heads * layer.core.head_size * self.largest / at.tensor
         size = at.tokens * (features + queries) * at.itemsize
         return collective_seconds(machine, "all_to_all", size, at.context_ranks)
 

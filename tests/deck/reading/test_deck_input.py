@@ -70,13 +70,13 @@ def test_includes_are_relative_to_their_file_and_later_ones_win(folder: Path) ->
 
 
 def test_problems_name_the_included_file_and_its_line(folder: Path) -> None:
-    (folder / "common" / "base.toml").write_text(changed("tensor = 1", "tensor = 3"))
+    (folder / "common" / "base.toml").write_text(changed("tensor = 1", "tensor = 5"))
     (folder / "deck.toml").write_text('include = "common/base.toml"\n[model]\nmlp = 9\ndepth = 2\n')
     with pytest.raises(HpctrainError) as caught:
         read_deck("deck.toml")
     assert caught.value.problems == (
         f"deck.toml:4: model.depth = 2: unknown key; [model] has {', '.join(fields('model'))}",
-        "common/base.toml:14: layout.tensor = 3: must divide model.heads = 8 (use 1, given model.mlp = 9)",
+        "common/base.toml:14: layout.tensor = 5: must divide model.mlp = 9 (use 1 or 3, given model.heads = 8)",
     )
 
 
@@ -150,7 +150,10 @@ def test_overrides_are_toml_or_bare_text() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("layout.tensor=3", "--set layout.tensor=3: must divide model.heads = 8 (use 1, 2, 4 or 8)"),
+        (
+            "layout.tensor=16",
+            "--set layout.tensor=16: must be at most model.heads = 8 (use 1, 2, 4 or 8, given model.mlp = 256)",
+        ),
         ("layout.tensr=3", "--set layout.tensr=3: unknown key (did you mean layout.tensor?)"),
         ("tensor=2", "--set tensor=2: unknown key (did you mean layout.tensor?)"),
         ("lay.tensor=2", "--set lay.tensor=2: unknown section (did you mean [layout]?)"),

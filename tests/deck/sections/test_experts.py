@@ -163,7 +163,7 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
         (
             "model.experts.shared=1 model.experts.mlp=20 layout.tensor=8",
             "layout.tensor=8: must divide model.experts.shared x model.experts.mlp = 1 x 20 = 20 (use "
-            "1, 2 or 4)",
+            "1, 2, 4 or 5)",
         ),
         (
             "model.experts.dense_first=1 model.mlp=97 model.experts.mlp=96 layout.tensor=2",

@@ -91,6 +91,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero 3": (2, ("layout.zero=3",)),
     "tensor": (2, ("layout.tensor=2", "layout.sequence_parallel=true")),
     "tensor, shared heads": (2, ("layout.tensor=2", "model.key_value_heads=1")),
+    "tensor, uneven heads": (
+        2,
+        ("layout.tensor=2", "model.heads=3", "model.key_value_heads=3", "model.head_size=8"),
+    ),
     "pipeline, tied": (2, ("layout.pipeline=2", "model.tied=true")),
     "experts, zero 1": (2, (*EXPERTS, "layout.zero=1")),
     "experts": (2, (*EXPERTS, "layout.expert=2", "layout.zero=1")),

@@ -34,7 +34,10 @@ def blocks_of(world: World) -> list[SplitMatrix]:
         starts = [
             [min(local[axis] * rank, shape[axis]) * (axis == dim) for axis in (0, 1)] for rank in range(size)
         ]
-        found.append(SplitMatrix((rows, columns), (local[0], local[1]), group, starts, float(rows * columns)))
+        extents = [[min(local[axis], shape[axis] - start[axis]) for axis in (0, 1)] for start in starts]
+        found.append(
+            SplitMatrix((rows, columns), (local[0], local[1]), group, starts, extents, float(rows * columns))
+        )
     return found
 
 
@@ -112,7 +115,8 @@ def test_temporary_memory_is_the_predicted_one(world: World) -> None:
 def test_the_rank_with_the_least_work_gets_the_largest_matrix_of_a_round() -> None:
     group = planned_group(("tensor",), 0, 2, Ledger())
     works = [500.0, 960.0, 700.0, 800.0]
-    blocks = [SplitMatrix((4, 4), (2, 4), group, [[0, 0], [2, 0]], work) for work in works]
+    pieces = [[0, 0], [2, 0]], [[2, 4], [2, 4]]
+    blocks = [SplitMatrix((4, 4), (2, 4), group, *pieces, work) for work in works]
     assert MatrixExchange(group, blocks, range(4), torch.float32).rounds == [[1, 3], [0, 2]]
 
 
