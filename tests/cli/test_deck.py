@@ -100,7 +100,7 @@ def test_one_rank_tells_what_is_wrong(path: str, launch: Launch) -> None:
     done = launch(2, "-m", "hpctrain", "deck", path, "--set", "layout.tensor=5", "--set", "layout.tensr=2")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.count("--set layout.tensor=5: must divide model.heads = 12 (") == 1
+    assert done.stderr.count("--set layout.tensor=5: must divide model.mlp = 3072 (") == 1
     assert done.stderr.count("--set layout.tensr=2: unknown key (did you mean layout.tensor?)") == 1
     assert "Traceback" not in done.stderr
 

@@ -135,6 +135,12 @@ def test_parts_of_an_axis(world: World) -> None:
     assert part.all_gather(torch.tensor([world.rank])).tolist() == list(part.ranks)
 
 
+@pytest.mark.mpi(min_size=3, max_size=4)
+def test_parts_of_an_axis_may_have_different_sizes(world: World) -> None:
+    part = Mesh(world, {"tensor": world.size}).new_subgroup("tensor", [world.size - 1, 1])
+    assert part.ranks == ((world.rank,) if world.rank == world.size - 1 else tuple(range(world.size - 1)))
+
+
 def test_the_product_must_be_the_world(world: World) -> None:
     with pytest.raises(AssertionError):
         Mesh(world, {"data": world.size + 1})

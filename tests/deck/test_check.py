@@ -145,7 +145,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["layout.tensor=5"],
-            ["layout.tensor=5: must divide model.mlp = 96 (use 3, 4, 6 or 8)"],
+            ["layout.tensor=5: must divide model.mlp = 96 (use 2, 3, 4 or 6)"],
         ),
         (
             ["layout.tensor=16"],
@@ -158,16 +158,16 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["layout.tensor=3", "communication.compress=sign"],
             [
-                "communication.compress=sign: conflicts with layout.tensor = 3, which does not divide the heads "
-                'evenly: ranks fill up with heads of zeros, which have no signs (use "bf16", "int8", "topk" or '
-                '"powersgd")'
+                "communication.compress=sign: conflicts with layout.tensor = 3, which does not divide the "
+                'heads evenly: ranks fill up with heads of zeros, which have no signs (use "bf16", "int8", '
+                '"topk" or "powersgd")'
             ],
         ),
         (  # what the sequence must be is not told while another size of the axis is needed
             ["layout.tensor=9", "layout.sequence_parallel=true"],
             [
-                "layout.tensor=9: must be at most model.heads = 8 (use 1, 2, 4 or 8, given model.mlp = 96 and "
-                "batch.sequence = 64)",
+                "layout.tensor=9: must be at most model.heads = 8 (use 1, 2, 4 or 8, given model.mlp = 96 "
+                "and batch.sequence = 64)",
                 "layout.tensor=9: must divide model.mlp = 96 (use 1, 2, 4 or 8, given model.heads = 8 and "
                 "batch.sequence = 64)",
             ],

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
@@ -121,3 +122,35 @@ def test_two_ranks_generate_the_text_of_one(world: World, mpi_tmp_path: Path) ->
 def test_the_plan_has_the_memory_of_all_ranks(world: World, case: str) -> None:
     for recompute in ("none", "selective"):
         expect_activations(world, small_deck(*ON_TWO[case], f"memory.recompute={recompute}"))
+
+
+PADDED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "bf16": (2, ("precision.compute=bf16",)),
+    "fp8": (2, ("precision.compute=fp8", "precision.fp8=row")),
+    "muon": (2, ("optimizer.name=muon", "model.tied=false")),
+    "adapters": (2, ("model.adapters.rank=2",)),
+    **{
+        name: (4, (f"communication.compress={name}", "batch.global_size=16"))
+        for name in ("int8", "topk", "powersgd")
+    },
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("case", PADDED)
+def test_heads_that_fill_up_a_rank_stay_zero(world: World, case: str) -> None:
+    ranks, keys = PADDED[case]
+    if world.size != ranks:
+        return
+    training = trainer(world, small_deck(*ON_TWO["shared"], *keys))
+    training.train(3)
+    padded = 0
+    for bucket in training.engine.stage.buckets:
+        for segment in bucket.segments:
+            values = segment.view(bucket.gather_owned(bucket.owned_values))
+            unpadded = values.clone()
+            segment.parameter.shard.zero_padding(unpadded)
+            assert torch.equal(values, unpadded), segment.parameter.shard.name
+            padded += segment.parameter.shard.extent != segment.parameter.shard.local
+    assert sum(world.everyone.all_gather_object(padded)) > 0

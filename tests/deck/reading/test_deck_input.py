@@ -76,7 +76,8 @@ def test_problems_name_the_included_file_and_its_line(folder: Path) -> None:
         read_deck("deck.toml")
     assert caught.value.problems == (
         f"deck.toml:4: model.depth = 2: unknown key; [model] has {', '.join(fields('model'))}",
-        "common/base.toml:14: layout.tensor = 5: must divide model.mlp = 9 (use 1 or 3, given model.heads = 8)",
+        "common/base.toml:14: layout.tensor = 5: must divide model.mlp = 9 (use 1 or 3, given model.heads "
+        "= 8)",
     )
 
 
@@ -152,7 +153,8 @@ def test_overrides_are_toml_or_bare_text() -> None:
     [
         (
             "layout.tensor=16",
-            "--set layout.tensor=16: must be at most model.heads = 8 (use 1, 2, 4 or 8, given model.mlp = 256)",
+            "--set layout.tensor=16: must be at most model.heads = 8 (use 1, 2, 4 or 8, given model.mlp = "
+            "256)",
         ),
         ("layout.tensr=3", "--set layout.tensr=3: unknown key (did you mean layout.tensor?)"),
         ("tensor=2", "--set tensor=2: unknown key (did you mean layout.tensor?)"),
