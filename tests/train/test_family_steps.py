@@ -7,6 +7,7 @@ Tests of deck/families/deepseek.py beside checkpoint/exchange/source.py.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
