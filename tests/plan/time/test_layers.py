@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.time.arrangement import LayoutSizes
-from hpctrain.plan.time.layers import LayerSeconds, layer_seconds, layer_sizes
+from hpctrain.plan.time.layers import LayerSeconds, largest_share, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from tests.engines import LLAMA, small_deck
 from tests.plan.time.test_machine_rates import FILE
@@ -85,3 +85,10 @@ def test_figures_by_which_a_layer_never_ends(figure: str) -> None:
     machine, at = parse_machine(text, ""), LayoutSizes.of(deck, 1, 4)
     with pytest.raises(HpctrainError, match="ours: its rates predict inf s for products of a single layer"):
         layer_seconds(block, at, machine)
+
+
+def test_the_rank_with_most_heads_is_planned() -> None:
+    assert largest_share(9, 3, 2) == 6 / 4.5
+    assert largest_share(14, 2, 4) == 4 / 3.5
+    assert largest_share(12, 4, 8) == 2 / 1.5
+    assert largest_share(8, 2, 4) == 1.0
