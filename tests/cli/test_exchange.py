@@ -27,8 +27,10 @@ def folder(tmp_path: Path) -> Path:
 def test_there_and_back(folder: Path, launch: Launch, tmp_path: Path) -> None:
     done = launch(2, "-m", "hpctrain", "import", "theirs", "model.h5")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("model.h5: gpt2, 11K parameters, ")
-    assert done.stdout.endswith(
+    ignored, written = done.stdout.splitlines(keepends=True)
+    assert ignored.startswith("theirs/config.json: training ignores embd_pdrop = 0.1, resid_pdrop = 0.1 ")
+    assert written.startswith("model.h5: gpt2, 11K parameters, ")
+    assert written.endswith(
         'without a tokenizer (it has no tokenizer.json); to train it, set [model] from = "model.h5"\n'
     )
     done = launch(2, "-m", "hpctrain", "export", "model.h5", "ours", "--dtype=bf16", "--max-shard-size=10kB")
