@@ -80,6 +80,7 @@ class LinearSpec:
         biased: True for a layer with biases.
         shared_input: True if another layer saves the same input for its backward pass.
         adapters: Low-rank adapters of the deck, or None.
+        by_heads: True if tensor ranks split the features by heads, which they may divide unevenly.
     """
 
     inputs: int | Partition
@@ -87,6 +88,7 @@ class LinearSpec:
     biased: bool = False
     shared_input: bool = False
     adapters: Adapters | None = None
+    by_heads: bool = False
 
     def parameters(
         self, shards: Iterable[tuple[Shard, Shard]], initial: Initial = "normal"
@@ -113,7 +115,7 @@ class SplitLinear(MatmulLayer):
     Attributes:
         split: Features by which tensor ranks split the matrix.
         autograd: Function with the forward and the backward pass.
-        by_heads: True if tensor ranks split the features by heads. Attention sets it for its layers.
+        by_heads: `by_heads` of its `LinearSpec`.
         split_sizes: Local features of the output of each weight.
         weights: Weights, which are neighbours in one bucket.
         biases: Biases, which are neighbours, too.
@@ -364,6 +366,7 @@ class ColumnLinear(SplitLinear):
             for name, rows in spec.outputs
         ]
         super().__init__(layer_context, *spec.parameters(shards), spec.shared_input, spec.adapters)
+        self.by_heads = spec.by_heads
 
 
 class RowLinear(SplitLinear):
@@ -389,3 +392,4 @@ class RowLinear(SplitLinear):
             shards.append((weight, Shard.replicated(f"{name}.bias", weight.shape[:1], partial)))
         parameters = spec.parameters(shards, "residual")
         super().__init__(layer_context, *parameters, spec.shared_input, spec.adapters)
+        self.by_heads = spec.by_heads

@@ -90,19 +90,18 @@ class LatentAttention(BlockAttention):
             self.query_norm = _norm(f"{name}.query_down_norm", inputs, shape, layer_context)
         spec = LinearSpec(shape.hidden, compressed, shared_input=shared_input or directly)
         self.compress = ReplicatedLinear(spec, layer_context)
-        spec = LinearSpec(inputs, [(queries, rows(size))], shared_input=directly)
+        spec = LinearSpec(inputs, [(queries, rows(size))], shared_input=directly, by_heads=True)
         self.query = ColumnLinear(spec, layer_context)
         self.latent_norm = _norm(f"{name}.latent_norm", latent.key_value_rank, shape, layer_context)
         expanded = [
             (f"{name}.key_up", rows(size - latent.rotary_size)),
             (f"{name}.value_up", replace(rows(latent.value_size), unit=1)),
         ]
-        self.expand = ColumnLinear(LinearSpec(latent.key_value_rank, expanded), layer_context)
+        self.expand = ColumnLinear(LinearSpec(latent.key_value_rank, expanded, by_heads=True), layer_context)
         shares = not self.pads and layer_context.saved_policy.keeps_core and not self.sends_heads
         output = (f"{name}.output", shape.hidden)
-        spec = LinearSpec(heads.times(latent.value_size), [output], shared_input=shares)
+        spec = LinearSpec(heads.times(latent.value_size), [output], shared_input=shares, by_heads=True)
         self.output = RowLinear(spec, layer_context)
-        self.query.by_heads = self.expand.by_heads = self.output.by_heads = True
 
     @property
     def pads(self) -> bool:

@@ -149,7 +149,7 @@ class Attention(BlockAttention):
             (f"{name}.value", keys),
         ]
         biased = shape.attention_bias != "none"
-        spec = LinearSpec(shape.hidden, outputs, biased, shared_input, shape.adapters)
+        spec = LinearSpec(shape.hidden, outputs, biased, shared_input, shape.adapters, by_heads=True)
         self.inner = ColumnLinear(spec, layer_context)
         clip = shape.query_key_value_clip
         self.clip = QueryKeyValueClip(clip, layer_context.saved_policy.rounds) if clip else None
@@ -161,9 +161,8 @@ class Attention(BlockAttention):
         output = (f"{name}.output", shape.hidden)
         shared = layer_context.saved_policy.keeps_core and not self.sends_heads
         biased = shape.attention_bias == "all"
-        spec = LinearSpec(queries, [output], biased, shared, shape.adapters)
+        spec = LinearSpec(queries, [output], biased, shared, shape.adapters, by_heads=True)
         self.output = RowLinear(spec, layer_context)
-        self.inner.by_heads = self.output.by_heads = True
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:

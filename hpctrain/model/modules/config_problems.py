@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hpctrain.deck.families.computation_keys import ROPE_TABLES, computation_keys, rope_types
+from hpctrain.deck.families.computation_keys import (
+    ROPE_TABLES,
+    computation_keys,
+    ignored_key_problem,
+    rope_types,
+)
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import UserCodeError
 from hpctrain.text import either, nearest
@@ -45,13 +50,10 @@ def config_problems(config: Mapping[str, Any], classes: Sequence[type]) -> Itera
     sources = _sources(classes)
     for key, value in computation_keys(config):
         if not any(re.search(rf"\b{name}\b", sources) for name in _SYNONYMS.get(key, (key,))):
-            models = f"{config['model_type']} models of transformers"
-            message = f"{models} ignore this key, which changes what other models compute"
-            yield f"{key} = {value!r}: {message}; remove it if the weights were trained without it"
+            yield f"{key} = {value!r}: {ignored_key_problem(config['model_type'])}"
     known = tuple(dict.fromkeys(("default", *ROPE_INIT_FUNCTIONS)))
     for key in ROPE_TABLES:
-        table = config.get(key)
-        for kind in rope_types(table) if isinstance(table, dict) else ():
+        for kind in rope_types(config.get(key)):
             if kind not in known and f'"{kind}"' not in sources:
                 yield f"{key}: rope_type = {kind!r}: unknown; expected {either(map(repr, known))}"
     for key in _ACTIVATIONS:

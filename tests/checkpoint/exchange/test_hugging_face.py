@@ -407,7 +407,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
             {"full_attention": {"rope_type": "default", "rope_theta": 3.0}},
             "rope_parameters: full_attention = {'rope_type': 'default', 'rope_theta': 3.0}: unsupported",
         ),
-        ("gpt2", "sliding_window", 10, "sliding_window = 10: unsupported; this architecture has no windows"),
+        ("gpt2", "sliding_window", 10, "sliding_window = 10: gpt2 models of transformers ignore this key"),
         ("llama", "hidden_act", "mish", "hidden_act = 'mish'"),
         ("llama", "attention_bias", 1, "attention_bias = 1: must be true or false"),
         ("llama", "attention_bias", True, "q_proj.bias: not in these files"),

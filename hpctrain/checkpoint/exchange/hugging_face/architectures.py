@@ -27,7 +27,8 @@ from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
 )
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.families import CHOICES, FAMILIES, FamilyName, family_values
-from hpctrain.deck.family import MixtureFiles, ModelType
+from hpctrain.deck.families.computation_keys import ROPE_TABLES
+from hpctrain.deck.family import ROPE_KEYS, MixtureFiles, ModelType
 from hpctrain.deck.sections.rope_scaling import rotated_features
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import Head, ModelShape
@@ -106,6 +107,27 @@ class HuggingFaceArchitecture:
     def has_mtp(self) -> bool:
         """True if its files may have modules of multi-token prediction."""
         return MTP_LAYERS in self.files.constants
+
+    @property
+    def computation_keys(self) -> frozenset[str]:
+        """Keys of a config.json that this architecture has, among those that change what models compute."""
+        files, mixture = self.files, self.files.mixture
+        keys = {*files.required_values, *files.constants}
+        for key in files.keys:
+            keys |= {key.name, key.default[0]} if key.form == "layers" else {key.name}
+        if self.rotary:
+            keys.update(ROPE_TABLES)
+        if self.has_rotary_fraction:
+            keys.update(files.rope_keys, ROPE_KEYS)
+        if files.local_rope:
+            keys.add("rope_local_base_freq")
+        if files.windows is not None:
+            keys.add("sliding_window")
+        if files.layered_architecture or (files.windows is not None and files.windows.has_layer_types):
+            keys.add("layer_types")
+        if mixture is not None and mixture.scale is not None:
+            keys.add("routed_scaling_factor")
+        return frozenset(keys)
 
     @property
     def rotary(self) -> bool:

@@ -21,32 +21,6 @@ EXPERTS = ("num_experts", "num_local_experts")
 """Keys of the number of experts, of which each version of `transformers` writes one."""
 
 
-WITHOUT_EFFECT: Mapping[str, object] = MappingProxyType(
-    {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "query_pre_attn_scalar": None,
-        "attention_multiplier": None,
-        "embedding_multiplier": 1,
-        "residual_multiplier": 1,
-        "logits_scaling": 1,
-        "logit_scale": 1,
-        "clip_qkv": None,
-        "swiglu_limit": None,
-        "routed_scaling_factor": 1,
-        "use_parallel_residual": False,
-        "use_bidirectional_attention": False,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": None,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "num_nextn_predict_layers": 0,
-    }
-)
-"""Keys that change what some architectures compute or train without a tensor of their own, and their values
-without an effect. Architectures that do not have such a key refuse other values; null has no effect, too."""
-
-
 def deck_value(key: ConfigKey, value: float) -> float:
     """Return the value of the key of [model] for a number in config.json."""
     match key.form:

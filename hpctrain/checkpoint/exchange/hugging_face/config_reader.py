@@ -11,7 +11,6 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
     FULL,
     LAYER_TYPES,
     SLIDING,
-    WITHOUT_EFFECT,
     Config,
     deck_value,
 )
@@ -20,6 +19,7 @@ from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import yarn_attention_
 from hpctrain.checkpoint.exchange.quantization import quantization_problems
 from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
+from hpctrain.deck.families.computation_keys import computation_keys, ignored_key_problem
 from hpctrain.deck.family import AttentionBias, ConfigKey, MixtureFiles
 from hpctrain.deck.sections.experts import ExpertsTable, has_experts
 from hpctrain.deck.sections.latent import LatentTable
@@ -78,8 +78,6 @@ class _ConfigReader:
         sizes |= self.head_sizes(sizes["heads"])
         if architecture.rotary:
             sizes |= self.windows_and_rotation(sizes)
-        else:
-            self.refuse_windows()
         scaling: RopeScaling | None = sizes.get("rope_scaling")
         if scaling is not None and scaling.kind == "dynamic":  # max_position_embeddings is without scaling
             sizes["sequence"] = int(scaling.factor * sizes["sequence"])
@@ -110,33 +108,17 @@ class _ConfigReader:
         for key, (supported, default) in files.required_values.items():
             if (value := config.get(key, default)) != supported:
                 self.problem(key, value, f"unsupported; expected {supported!r} for {files.model_type}")
-        fraction = config.get("partial_rotary_factor")
-        rotates_all = self.architecture.rotary and not self.architecture.has_rotary_fraction
-        if rotates_all and fraction not in (None, 1):
-            message = f"unsupported; expected None for {files.model_type}"
-            self.problem("partial_rotary_factor", fraction, message)
         if not config.get("is_causal", True):
             message = "unsupported: predictions would depend on later tokens"
             self.problem("is_causal", config["is_causal"], message)
         older, newer = config.get("torch_dtype"), config.get("dtype")
         if None not in (older, newer) and older != newer:
             self.problem("torch_dtype", older, f"contradicts dtype = {newer!r}")
-        self.refuse_keys_of_other_architectures()
+        for key, value in computation_keys(config):
+            if key not in self.architecture.computation_keys:
+                self.problem(key, value, ignored_key_problem(files.model_type))
         for problem in quantization_problems(config, files.quantization):
             self.problem(*problem)
-
-    def refuse_keys_of_other_architectures(self) -> None:
-        """Report keys that change what other architectures compute, and that `transformers` ignores here."""
-        files = self.files
-        known = {key.name for key in files.keys} | files.required_values.keys() | files.constants.keys()
-        known |= {key.default[0] for key in files.keys if key.form == "layers"}
-        if files.mixture is not None and files.mixture.scale is not None:
-            known.add("routed_scaling_factor")
-        for key, neutral in WITHOUT_EFFECT.items():
-            value = self.config.get(key)
-            if key not in known and value not in (None, neutral):
-                message = f"ignored by transformers for {files.model_type}; remove it to train without it"
-                self.problem(key, value, message)
 
     def head_sizes(self, heads: int) -> dict[str, Any]:
         """Return the fields of key-value heads and of the width of heads."""
@@ -387,7 +369,6 @@ class _ConfigReader:
         """Return the shortest pattern of windows that gives those of all layers; () if none has a window."""
         keys, config = self.files.windows, self.config
         if keys is None:
-            self.refuse_windows()
             return ()
         used = not keys.has_use_flag or self.flag("use_sliding_window", False)
         used &= config.get("sliding_window", keys.size) is not None
@@ -418,16 +399,6 @@ class _ConfigReader:
                 self.problem("layer_types", kinds, "requires sliding_window")
         windows = [size if slide and size else 0 for slide in slides]
         return shortest_pattern(windows) if any(windows) else ()
-
-    def refuse_windows(self) -> None:
-        """Report windows of an architecture that has none."""
-        kinds = self.config.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
-            self.problem("layer_types", kinds, "unsupported; this architecture has no windows")
-        window = self.config.get("sliding_window")
-        known = "sliding_window" in self.files.required_values
-        if window is not None and self.config.get("use_sliding_window") is not False and not known:
-            self.problem("sliding_window", window, "unsupported; this architecture has no windows")
 
     def expert_keys(self, mixture: MixtureFiles, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of [model.experts]."""

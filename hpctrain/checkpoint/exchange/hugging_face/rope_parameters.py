@@ -161,12 +161,9 @@ class RopeParametersReader:
 
     def _table_fraction(self, key: str, value: object) -> float:
         """Return the share of rotated features that a table says, or else that of the keys beside it."""
-        if self._reads_fraction:
-            return self._share(f"{key}: {ROPE_KEYS[1]}", value, self._fraction)
-        if value not in (None, 1):
-            message = "unsupported: rotary positions rotate whole heads"
-            self.problems.append((f"{key}: {ROPE_KEYS[1]}", value, message))
-        return self._fraction
+        if not self._reads_fraction:
+            return self._fraction
+        return self._share(f"{key}: {ROPE_KEYS[1]}", value, self._fraction)
 
     def _kind(self, key: str, table: Mapping[str, object]) -> str:
         """Return the kind of scaling of a table: "default" for none, and for an unsupported one."""

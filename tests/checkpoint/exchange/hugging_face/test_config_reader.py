@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
-from hpctrain.checkpoint.exchange.hugging_face.config_keys import WITHOUT_EFFECT
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.deck.families.computation_keys import NEUTRAL_VALUES, ROPE_TABLES, ignored_key_problem
 from hpctrain.deck.family import ModelType
 from hpctrain.errors import HpctrainError
 
@@ -60,23 +60,19 @@ WITH_TENSORS = {
 @pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.head == "vocabulary"])
 def test_keys_that_only_other_architectures_have_are_refused(name: str) -> None:
     files = ARCHITECTURES[name].files
-    own = {key.name for key in files.keys}
-    assert own <= WITHOUT_EFFECT.keys() | WITH_TENSORS
+    assert {key.name for key in files.keys} <= NEUTRAL_VALUES.keys() | WITH_TENSORS
     config = {"architectures": [name]}
-    others = WITHOUT_EFFECT.keys() - own - files.required_values.keys() - files.constants.keys()
-    if "no_rope_layers" in own:
-        others -= {"no_rope_layer_interval"}
-    if files.mixture is not None and files.mixture.scale is not None:
-        others -= {"routed_scaling_factor"}
-    assert len(others) >= len(WITHOUT_EFFECT) - 6
+    others = NEUTRAL_VALUES.keys() - ARCHITECTURES[name].computation_keys
+    assert len(others) >= len(NEUTRAL_VALUES) - 11
     plain = shape_of(config, "config.json")
-    assert shape_of({**config, **{key: WITHOUT_EFFECT[key] for key in others}}, "config.json") == plain
+    neutral = {key: NEUTRAL_VALUES[key][-1] for key in others if key not in ROPE_TABLES}
+    assert shape_of({**config, **neutral}, "config.json") == plain
     for key in others:
-        for value in (3, not WITHOUT_EFFECT[key]):
+        for value in (3, not NEUTRAL_VALUES[key][-1], [5, 5]):
             with pytest.raises(HpctrainError) as caught:
                 shape_of({**config, key: value}, "config.json")
-            told = f"ignored by transformers for {files.model_type}; remove it to train without it"
-            assert caught.value.problems == (f"config.json: {key} = {value!r}: {told}",)
+            problem = ignored_key_problem(files.model_type)
+            assert caught.value.problems == (f"config.json: {key} = {value!r}: {problem}",)
 
 
 def test_latent_attention_rotates_at_least_two_features() -> None:
