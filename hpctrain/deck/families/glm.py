@@ -54,6 +54,15 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(
         defaults=FamilyDefaults(rotary_fraction=0.5, attention_bias="query_key_value", norm_placement="both"),
         model_types=(_GLM4,),
+        presets={
+            "glm-4-32b": {
+                "source": "GLM-4-32B-0414: model card of THUDM, 2025",
+                "sequence": 32768,
+                "model": model_keys(
+                    61, 6144, 48, 2, 23040, 151552, 1e-5, head_size=128, attention_bias="none"
+                ),
+            },
+        },
     ),
 }
 """Families of this module by the value of model.family."""

@@ -13,7 +13,7 @@ _LLAMA3_SCALING = {
     "low_frequency_factor": 1.0,
     "high_frequency_factor": 4.0,
 }
-"""Scaling of the rotary positions of Llama 3.1 and 3.2, without the factor."""
+"""Scaling of the rotary positions of Llama 3.1 to 3.3, without the factor."""
 
 _QWEN2 = {"attention_bias": "query_key_value", "rope_base": 1e6}
 """Keys of [model] that all models of Qwen2 and Qwen2.5 have."""
@@ -21,6 +21,7 @@ _QWEN2 = {"attention_bias": "query_key_value", "rope_base": 1e6}
 _QWEN3 = {"head_size": 128, "query_key_norm": "head", "rope_base": 1e6}
 """Keys of [model] that all models of Qwen3 have."""
 
+_QWEN2_REPORT = "Qwen2: Yang et al. 2024, arXiv 2407.10671"
 _QWEN3_REPORT = "Qwen3: Yang et al. 2025, arXiv 2505.09388"
 
 
@@ -69,6 +70,13 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         {**_LLAMA3_SCALING, "factor": 8.0},
     ),
     **preset_series(
+        "Llama 3.3: model card of Meta, 2024",
+        8192,
+        {"llama-3.3-70b": model_keys(80, 8192, 64, 8, 28672, 128256, 1e-5)},
+        {"rope_base": 5e5},
+        {**_LLAMA3_SCALING, "factor": 8.0},
+    ),
+    **preset_series(
         "Llama 3.2: model card of Meta, 2024",
         8192,
         {
@@ -77,6 +85,17 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         {"rope_base": 5e5, "tied": True},
         {**_LLAMA3_SCALING, "factor": 32.0},
+    ),
+    **preset_series(
+        _QWEN2_REPORT,
+        32768,
+        {
+            "qwen2-0.5b": model_keys(24, 896, 14, 2, 4864, 151936, 1e-6, tied=True),
+            "qwen2-1.5b": model_keys(28, 1536, 12, 2, 8960, 151936, 1e-6, tied=True),
+            "qwen2-7b": model_keys(28, 3584, 28, 4, 18944, 152064, 1e-6),
+            "qwen2-72b": model_keys(80, 8192, 64, 8, 29568, 152064, 1e-5),
+        },
+        _QWEN2,
     ),
     **preset_series(
         "Qwen2.5: Yang et al. 2024, arXiv 2412.15115",
@@ -192,7 +211,7 @@ LLAMA_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "experts": expert_keys(60, 4, 1408, False, shared=4, shared_gate=True),
     },
     "qwen2-57b-a14b": {
-        "source": "Qwen2: Yang et al. 2024, arXiv 2407.10671",
+        "source": _QWEN2_REPORT,
         "sequence": 32768,
         "model": model_keys(28, 3584, 28, 4, 18944, 151936, 1e-6, **_QWEN2),
         "experts": expert_keys(64, 8, 2560, False, shared=8, shared_gate=True),
