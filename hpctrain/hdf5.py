@@ -38,7 +38,7 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 """First bytes of every HDF5 file that hpctrain writes."""
 
 _PAGE_BYTES = 1 << 12
-"""Size of a page in memory: headers are small and lie far apart, between the data of a file's datasets."""
+"""Size of a page in memory. It is small, since a file's headers are small and lie far apart between data."""
 
 MAX_ATTRIBUTE_BYTES = 1 << 16
 """Largest size of an attribute in bytes; HDF5 cannot store larger ones in an object's header."""

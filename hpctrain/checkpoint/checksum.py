@@ -37,7 +37,7 @@ class _ThreadBuffers(local):
 
 
 class _Keys:
-    """Keys of the positions of a piece. They are computed up to the largest position that was asked for."""
+    """Keys of the positions of a piece, computed up to the largest position that was requested so far."""
 
     def __init__(self) -> None:
         # Pages that nothing has written to take no memory.
@@ -45,7 +45,10 @@ class _Keys:
         self._computed = 0
 
     def first(self, count: int) -> Sums:
-        """Return the keys of at least the first `count` positions: splitmix64 of the position, made odd."""
+        """Return an array that begins with at least `count` keys: splitmix64 of the position, made odd.
+
+        The array has PIECE elements. Those after the first `count` may not be computed yet.
+        """
         while self._computed < count:
             begin, end = self._computed, min(self._computed + _KEYS, PIECE)
             positions = np.arange(begin + 1, end + 1, dtype=np.uint64)
@@ -72,7 +75,7 @@ def seeds(dataset: str, kind: str, shape: Index) -> Sums:
 
 
 def working_bytes(elements: int) -> int:
-    """Return the bytes that `add` keeps for tensors of at most this many elements."""
+    """Return the bytes that `add` keeps allocated after tensors of at most this many elements."""
     return 8 * (min(elements, PIECE) + min(elements, _BATCH))
 
 

@@ -186,7 +186,14 @@ class Draft:
 
 
 def saving_bytes(elements: int, item_bytes: int) -> int:
-    """Return the bytes that a rank needs to save tensors of at most this many elements: to check the file."""
+    """Return the bytes that a rank allocates to save tensors of at most this many elements.
+
+    They are a buffer to read the written file again, and the memory of checksums.
+
+    Args:
+        elements: Number of elements of the largest local tensor.
+        item_bytes: Size of an element in bytes.
+    """
     return min(PIECE_BYTES, elements * item_bytes) + checksum.working_bytes(elements)
 
 

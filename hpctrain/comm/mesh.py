@@ -71,8 +71,8 @@ class GroupSource(ABC):
 
         Args:
             axis: Name of a single axis that `group` accepts. It is the only axis of the result.
-            size: Number of ranks of each group, which must divide the number of ranks along the axis;
-                otherwise an AssertionError is raised. For groups of different sizes, the size of each.
+            size: Number of ranks of each group, or a sequence with the number of ranks of each one. An
+                AssertionError is raised if the numbers do not add up to that of ranks along the axis.
         """
         along = self.group(axis)
         sizes = [size] * (along.size // size) if isinstance(size, int) else size

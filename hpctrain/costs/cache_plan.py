@@ -44,7 +44,7 @@ class CachePlan:
         """
         shape, layer_context = model.shape, model.layer_context
         split = HeadSplit.of(shape.heads, shape.key_value_heads, layer_context.tensor.size)
-        (_, heads), size = split.padded, shape.head_size
+        (_, heads), size = split.padded_heads, shape.head_size
         if (latent := shape.latent) is not None:  # a latent, with the features of keys that heads share
             heads, size = 1, latent.key_value_rank + latent.key_value_rank % 2 + latent.rotary_size
         compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"

@@ -1,4 +1,4 @@
-"""Heads of attention that each tensor rank computes, also if ranks do not divide them evenly."""
+"""Attention heads of each tensor rank, also if the number of ranks does not divide that of heads."""
 
 from __future__ import annotations
 
@@ -8,61 +8,69 @@ from typing import NamedTuple
 
 
 class HeadSplit(NamedTuple):
-    """Heads of each tensor rank, and how many heads all ranks have memory for.
+    """Attention heads of each tensor rank, and the number of heads that every rank computes.
 
-    Ranks have whole key/value heads, each with its queries. If there are more ranks than key/value heads,
-    several ranks hold the same key/value head, and split its queries. All ranks compute as many heads as the
-    one that has most: others fill up with heads of zeros, which change nothing.
+    A rank has whole groups: a key/value head with its query heads. With more ranks than key/value heads,
+    several ranks hold the same key/value head, and split its query heads. All ranks compute as many heads as
+    the rank with most heads. The other ranks are padded with heads whose weights are zero. These add nothing
+    to the output.
 
-    Example: 9 heads with 3 key/value heads on 2 ranks. Rank 0 has key/value heads 0 and 1 with queries 0 to
-    5. Rank 1 has key/value head 2 with queries 6 to 8, and one key/value head and 3 queries of zeros.
+    Example: 9 query heads and 3 key/value heads on 2 ranks. Rank 0 has key/value heads 0 and 1 with query
+    heads 0 to 5. Rank 1 has key/value head 2 with query heads 6 to 8. It is padded with one key/value head
+    and 3 query heads, so that both ranks compute 6 query heads.
 
     Attributes:
-        queries: Number of heads of queries of each rank.
-        key_values: Number of key/value heads of each rank.
-        holders: Number of neighboring ranks that hold each key/value head, in the order of heads. It is empty
-            if each is on one rank.
+        query_heads: Number of query heads of each rank, without padding.
+        key_value_heads: Number of key/value heads of each rank, without padding.
+        holder_counts: Number of neighboring ranks that hold each key/value head, in the order of heads. It is
+            empty if each is on one rank.
     """
 
-    queries: Sequence[int]
-    key_values: Sequence[int]
-    holders: tuple[int, ...] = ()
+    query_heads: Sequence[int]
+    key_value_heads: Sequence[int]
+    holder_counts: tuple[int, ...] = ()
 
     @staticmethod
     def of(heads: int, key_value_heads: int, ranks: int) -> HeadSplit:
-        """Return the heads of `ranks` tensor ranks, of which there are at most `heads`."""
-        queries_per_head = heads // key_value_heads
+        """Return how tensor ranks split the heads of a model.
+
+        Args:
+            heads: Number of query heads, a multiple of `key_value_heads`.
+            key_value_heads: Number of key/value heads.
+            ranks: Number of tensor ranks, at most `heads`.
+        """
+        group_size = heads // key_value_heads
         if ranks <= key_value_heads:
-            key_values = _even_sizes(key_value_heads, ranks)
-            return HeadSplit([queries_per_head * each for each in key_values], key_values)
-        holders = _even_sizes(ranks, key_value_heads)
-        queries = [count for each in holders for count in _even_sizes(queries_per_head, each)]
-        return HeadSplit(queries, [1] * ranks, tuple(holders))
+            local_key_value_heads = _even_sizes(key_value_heads, ranks)
+            return HeadSplit([group_size * count for count in local_key_value_heads], local_key_value_heads)
+        holder_counts = _even_sizes(ranks, key_value_heads)
+        query_heads = [count for holders in holder_counts for count in _even_sizes(group_size, holders)]
+        return HeadSplit(query_heads, [1] * ranks, tuple(holder_counts))
 
     @property
     def is_even(self) -> bool:
-        """True if all ranks have the same number of heads, and none has heads of zeros."""
-        return len(set(self.queries)) == 1
+        """True if all ranks have the same number of heads, so that no rank is padded."""
+        return len(set(self.query_heads)) == 1
 
     @property
-    def padded(self) -> tuple[int, int]:
-        """Numbers of heads of queries and of key/value heads that every rank computes."""
-        return max(self.queries), max(self.key_values)
+    def padded_heads(self) -> tuple[int, int]:
+        """Numbers of query heads and of key/value heads that every rank computes, including padding."""
+        return max(self.query_heads), max(self.key_value_heads)
 
     @property
-    def first_queries(self) -> list[int]:
-        """First head of queries of each rank."""
-        return [0, *accumulate(self.queries[:-1])]
+    def first_query_heads(self) -> list[int]:
+        """Number of the first query head of each rank."""
+        return [0, *accumulate(self.query_heads[:-1])]
 
     @property
-    def first_key_values(self) -> list[int]:
-        """First key/value head of each rank."""
-        if self.holders:
-            return [head for head, count in enumerate(self.holders) for _ in range(count)]
-        return [0, *accumulate(self.key_values[:-1])]
+    def first_key_value_heads(self) -> list[int]:
+        """Number of the first key/value head of each rank."""
+        if self.holder_counts:
+            return [head for head, count in enumerate(self.holder_counts) for _ in range(count)]
+        return [0, *accumulate(self.key_value_heads[:-1])]
 
 
 def _even_sizes(count: int, parts: int) -> list[int]:
-    """Return the sizes of parts of `count` things, of which the first ones may have one more."""
-    size, more = divmod(count, parts)
-    return [size + (number < more) for number in range(parts)]
+    """Return the sizes of parts of `count`, which differ by at most one. Larger ones come first."""
+    size, remainder = divmod(count, parts)
+    return [size + (number < remainder) for number in range(parts)]

@@ -21,8 +21,8 @@ class RuntimeChoices:
         compiled_record: Record of the compiled functions in the run that is resumed; "" if it used torch's.
         tokenizer_tokens: Number of tokens of the data's tokenizer, which may be smaller than the model's
             vocabulary; None without a tokenizer.
-        uses_malloc: True if malloc allocates the tensors of some rank's CPU instead of a heap of tensors;
-            None if that is not known yet.
+        uses_malloc: True if on some rank, malloc allocates CPU tensors instead of the heap of
+            `host/tensor_heap`; None if that is not known yet.
     """
 
     split: tuple[int, ...] | None = field(default=None, compare=False)

@@ -147,13 +147,15 @@ def _split_like(weight: Shard, factor: Shard, dim: int) -> Shard:
     """Return a factor that is split along `dim` as the layer's own matrix is."""
     start, local = list(factor.start), list(factor.local)
     start[dim], local[dim] = weight.start[dim], weight.local[dim]
-    used = None if weight.used is None else (*local[:dim], weight.used[dim], *local[dim + 1 :])
+    unpadded = None
+    if weight.unpadded_local is not None:
+        unpadded = (*local[:dim], weight.unpadded_local[dim], *local[dim + 1 :])
     return replace(
         factor,
         start=tuple(start),
         local=tuple(local),
         split=weight.split,
         partial=weight.partial,
-        holders=weight.holders,
-        used=used,
+        holder_counts=weight.holder_counts,
+        unpadded_local=unpadded,
     )

@@ -34,25 +34,33 @@ a low-rank adapter.
 class Shard:
     """One rank's rectangular piece of a global tensor.
 
+    A piece may end with padding, along any dim. Padding is zero and never stored in files. There are two
+    kinds:
+
+    - The piece extends beyond the end of the global tensor, such as the last rows of a vocabulary that tensor
+      ranks do not divide. `shape` and `start` tell how much padding there is.
+    - Ranks have different numbers of heads (`HeadSplit`), and this piece is padded to the size of the largest
+      one. `unpadded_local` tells how much padding there is. In the global tensor, the next piece begins at
+      `start` + `unpadded_local`, not at `start` + `local`.
+
     Attributes:
         name: Name of the tensor.
         shape: Global shape.
         start: Index in the global tensor of the first element of the piece.
-        local: Shape of the piece. It may extend beyond `shape`, or beyond `used`; the part beyond is padding,
-            which is zero and never stored.
+        local: Shape of the piece, with padding.
         split: Mesh axes that split the tensor. Over every other axis the piece is replicated.
         partial: Axes besides data and context over which gradients are partial and must be summed, although
             the parameter is replicated there, such as norms under sequence parallelism.
-        holders: Number of neighbors along the split axes that hold each piece, in the order of pieces. An
-            example are key and value heads that several tensor ranks share. It is empty if each piece is on
-            one rank.
+        holder_counts: For each piece, in their order, the number of neighboring ranks along the split axes
+            that hold it. Several tensor ranks hold the same key/value head if there are more ranks than such
+            heads. It is empty if each piece is on one rank.
         stage_copy: Number of this pipeline stage among those that hold the piece. Two stages hold the table
             of the embedding if embeddings are tied, or for multi-token prediction.
         stage_copies: Number of pipeline stages that hold the piece.
         unit: Rows that belong together, such as those of one head of queries or keys.
         zero_exempt: True if ZeRO does not split the tensor where it splits parameters, because it is small.
-        used: Shape of the piece without padding that other ranks hold, such as heads that only fill up the
-            piece of a rank with fewer heads; None if there is no such padding on any rank.
+        unpadded_local: Shape of the piece before it is padded to the size of the largest one; None if ranks
+            split the tensor evenly.
     """
 
     name: str
@@ -61,12 +69,12 @@ class Shard:
     local: tuple[int, ...]
     split: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
-    holders: tuple[int, ...] = ()
+    holder_counts: tuple[int, ...] = ()
     stage_copy: int = 0
     stage_copies: int = 1
     unit: int = 1
     zero_exempt: bool = False
-    used: tuple[int, ...] | None = None
+    unpadded_local: tuple[int, ...] | None = None
 
     @staticmethod
     def replicated(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:
@@ -76,14 +84,15 @@ class Shard:
     def stacked(self, number: int, count: int) -> Shard:
         """Return the shard of tensor `number` of `count` different ones, stacked along a new first dim."""
         start, local = (number, *self.start), (1, *self.local)
-        used = None if self.used is None else (1, *self.used)
-        return replace(self, shape=(count, *self.shape), start=start, local=local, used=used)
+        unpadded = None if self.unpadded_local is None else (1, *self.unpadded_local)
+        return replace(self, shape=(count, *self.shape), start=start, local=local, unpadded_local=unpadded)
 
     @property
     def unstacked(self) -> Shard:
         """Shard of one of the tensors that `stacked` has stacked."""
-        used = None if self.used is None else self.used[1:]
-        return replace(self, shape=self.shape[1:], start=self.start[1:], local=self.local[1:], used=used)
+        shape, start, local = self.shape[1:], self.start[1:], self.local[1:]
+        unpadded = None if self.unpadded_local is None else self.unpadded_local[1:]
+        return replace(self, shape=shape, start=start, local=local, unpadded_local=unpadded)
 
     @property
     def elements(self) -> int:
@@ -93,14 +102,12 @@ class Shard:
     @property
     def extent(self) -> tuple[int, ...]:
         """Shape of the local piece without its padding."""
-        return tuple(
-            max(0, min(local, total - start))
-            for local, total, start in zip(self.used or self.local, self.shape, self.start, strict=True)
-        )
+        sizes = zip(self.unpadded_local or self.local, self.shape, self.start, strict=True)
+        return tuple(max(0, min(local, total - start)) for local, total, start in sizes)
 
     @property
-    def elements_of_rows(self) -> int:
-        """Number of elements of the local piece without the padding that follows its last row."""
+    def elements_of_real_rows(self) -> int:
+        """Number of elements of the local rows (dim 0) that are not padding, with the padding inside them."""
         return prod(self.extent[:1]) * prod(self.local[1:])
 
     @property
@@ -130,11 +137,12 @@ class Shard:
         padded[tuple(slice(0, n) for n in self.extent)] = piece
         return padded
 
-    def zero_padding(self, local_tensor: Tensor) -> None:
-        """Set the padding of a local piece to zero, such as the gradient of heads that only fill up a rank.
+    def clear_padding(self, local_tensor: Tensor) -> None:
+        """Set the padding of a local tensor, such as a gradient, to zero in place.
 
-        The output layer gets such a gradient if several ranks hold the same key/value head: their padding
-        queries attend to it.
+        Padding of a gradient is not always zero. If several ranks hold the same key/value head, padding query
+        heads attend to it. Their queries are zero, but their output is not: it is the mean of the values. So
+        the padding of the output layer's weight gets a gradient.
         """
         for dim, (size, local) in enumerate(zip(self.extent, self.local, strict=True)):
             if size < local:
@@ -143,33 +151,32 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partition:
-    """Indices `start` to `start + local` of a dim of size `size`, which one rank holds.
+    """Range of the indices of one dim that one rank holds.
 
-    It is a range of output features (rows), of input features (columns) or of experts. `split_shard` makes a
-    Shard of partitions.
+    The indices are heads, output features (rows), input features (columns) or experts. `split_shard` makes a
+    Shard of the partitions of all dims.
 
     Attributes:
-        size: Global number of features (or experts).
-        start: First one of this rank.
-        local: Number of those of this rank, with padding.
-        holders: Number of neighbors with each range, if there are fewer heads than ranks, as for
-            `Shard.holders`.
-        unit: Number of features that are not split, such as those of a head, as for `Shard.unit`.
-        used: Number of those of this rank without padding, as for `Shard.used`; None if no rank has padding.
+        size: Number of indices of all ranks.
+        start: First index of this rank.
+        local: Number of indices of this rank, with padding.
+        holder_counts: Number of neighboring ranks with each range, as in `Shard.holder_counts`.
+        unit: Number of features that are not split, such as those of a head, as in `Shard.unit`.
+        unpadded_local: Number of indices of this rank without padding; None if ranks split the dim evenly.
     """
 
     size: int
     start: int
     local: int
-    holders: tuple[int, ...] = ()
+    holder_counts: tuple[int, ...] = ()
     unit: int = 1
-    used: int | None = None
+    unpadded_local: int | None = None
 
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> Partition:
         """Return this rank's range of `size` features, in whole units (heads).
 
-        With fewer units than ranks, neighbors have the same unit (`holders`). The number of units must
+        With fewer units than ranks, neighbors have the same unit (`holder_counts`). The number of units must
         divide that of ranks, or the other way round.
         """
         units, ranks = size // unit, group.size
@@ -182,23 +189,39 @@ class Partition:
 
     @staticmethod
     def of_heads(heads: int, key_value_heads: int, group: Group) -> tuple[Partition, Partition]:
-        """Return this rank's range of heads of queries, and of key/value heads, as a HeadSplit says."""
+        """Return this rank's partition of query heads, and that of key/value heads.
+
+        `HeadSplit` describes how ranks split heads.
+
+        Args:
+            heads: Number of query heads of the model.
+            key_value_heads: Number of key/value heads of the model.
+            group: Tensor ranks.
+        """
         split, rank = HeadSplit.of(heads, key_value_heads, group.size), group.rank
-        queries, key_values = split.padded
-        used = (None, None) if split.is_even else (split.queries[rank], split.key_values[rank])
+        local, local_key_values = split.padded_heads
+        queries = Partition(heads, split.first_query_heads[rank], local)
+        first = split.first_key_value_heads[rank]
+        key_values = Partition(key_value_heads, first, local_key_values, split.holder_counts)
+        if split.is_even:
+            return queries, key_values
         return (
-            Partition(heads, split.first_queries[rank], queries, used=used[0]),
-            Partition(key_value_heads, split.first_key_values[rank], key_values, split.holders, used=used[1]),
+            replace(queries, unpadded_local=split.query_heads[rank]),
+            replace(key_values, unpadded_local=split.key_value_heads[rank]),
         )
 
     def times(self, features: int) -> Partition:
-        """Return the range of features, if each index of this one stands for `features` neighboring ones."""
+        """Return the partition of the features of heads, if this is one of heads; `unit` stays the same.
+
+        Args:
+            features: Number of features of a head.
+        """
         return replace(
             self,
             size=self.size * features,
             start=self.start * features,
             local=self.local * features,
-            used=None if self.used is None else self.used * features,
+            unpadded_local=None if self.unpadded_local is None else self.unpadded_local * features,
         )
 
 
@@ -207,37 +230,40 @@ def split_shard(name: str, *dims: int | Partition, axes: frozenset[str] = frozen
 
     Args:
         name: Name of the tensor.
-        dims: Partition of each dim, or its size if it is not split. At most one has holders or a unit.
+        dims: Partition of each dim, or its size if it is not split. At most one partition has
+            `holder_counts`, and at most one has a `unit`.
         axes: Mesh axes whose ranks split the tensor.
     """
     partitions = [Partition(each, 0, each) if isinstance(each, int) else each for each in dims]
-    holders = next((each.holders for each in partitions if each.holders), ())
-    is_padded = any(each.used is not None for each in partitions)
+    holder_counts = next((each.holder_counts for each in partitions if each.holder_counts), ())
+    is_padded = any(each.unpadded_local is not None for each in partitions)
     return Shard(
         name,
         tuple(each.size for each in partitions),
         tuple(each.start for each in partitions),
         tuple(each.local for each in partitions),
         split=axes,
-        partial=axes if holders else frozenset(),
-        holders=holders,
+        partial=axes if holder_counts else frozenset(),
+        holder_counts=holder_counts,
         unit=prod(each.unit for each in partitions),
-        used=tuple(each.used or each.local for each in partitions) if is_padded else None,
+        unpadded_local=tuple(each.unpadded_local or each.local for each in partitions) if is_padded else None,
     )
 
 
-def position_among_holders(holders: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the number of the piece that a rank holds, and the number of the rank among its holders.
+def piece_and_position(holder_counts: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return the number of the piece that a rank holds, and its position among the ranks that hold it.
+
+    Example: with `holder_counts` of (2, 1), rank 1 holds piece 0, and has position 1 there.
 
     Args:
-        holders: Number of holders of each piece; empty if each piece is on one rank.
+        holder_counts: Number of ranks that hold each piece; empty if each piece is on one rank.
         rank: Number of the rank along the axis that splits the tensor.
     """
     piece = 0
-    while holders and rank >= holders[piece]:
-        rank -= holders[piece]
+    while holder_counts and rank >= holder_counts[piece]:
+        rank -= holder_counts[piece]
         piece += 1
-    return (piece, rank) if holders else (rank, 0)
+    return (piece, rank) if holder_counts else (rank, 0)
 
 
 class UpdateSettings(NamedTuple):

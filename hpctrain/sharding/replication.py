@@ -51,7 +51,10 @@ class MeshQueries(Protocol):
         """Return this rank's group along one axis or several joined axes."""
 
     def new_subgroup(self, axis: str, size: int | Sequence[int]) -> Group:
-        """Return this rank's group of `size` neighbours along an axis. Collective over the axis."""
+        """Return this rank's group of neighbours along an axis, of one size or of successive sizes.
+
+        Collective over the axis.
+        """
 
 
 class NodePeers:
@@ -216,9 +219,11 @@ class Replications:
         sharding = self._sharding(data_group, shard.zero_exempt)
         holders, pieces = self._mesh.group(SAME_TOKENS), None
         if SAME_TOKENS in shard.split:
-            if shard.holders not in self._holder_groups:
-                self._holder_groups[shard.holders] = self._mesh.new_subgroup(SAME_TOKENS, shard.holders or 1)
-            holders, pieces = self._holder_groups[shard.holders], holders
+            if shard.holder_counts not in self._holder_groups:
+                self._holder_groups[shard.holder_counts] = self._mesh.new_subgroup(
+                    SAME_TOKENS, shard.holder_counts or 1
+                )
+            holders, pieces = self._holder_groups[shard.holder_counts], holders
         pipeline = self._mesh.group("pipeline") if shard.stage_copies > 1 else None
         partial, copy = SAME_TOKENS in shard.partial, (shard.stage_copy, shard.stage_copies)
         return Replication(sharding, holders, partial, pieces, pipeline, *copy)

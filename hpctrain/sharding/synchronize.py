@@ -24,7 +24,7 @@ class GradientSynchronizer:
     Each addition to a parameter's gradient is counted. A bucket is final after the additions of all
     micro-batches of the step, in whatever order. Then three things happen:
 
-    1. Gradients of padding heads become zero, and partial gradients are summed over the tensor ranks that
+    1. Gradients of padding heads are set to zero, and partial gradients are summed over the tensor ranks that
        hold the same piece.
     2. The bucket's Reducer starts. At most two reductions are in flight.
     3. Gradients of tied embeddings on two pipeline stages are exchanged and reduced later, in `finish`.
@@ -66,7 +66,9 @@ class GradientSynchronizer:
         self.reducers = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
-        self._padded = {bucket: [s for s in bucket.segments if s.parameter.shard.used] for bucket in buckets}
+        self._unevenly_split = {
+            bucket: [s for s in bucket.segments if s.parameter.shard.unpadded_local] for bucket in buckets
+        }
         self._tied_segments = {
             bucket: [(s, s.replication.tied_pipeline) for s in bucket.segments if s.replication.tied_pipeline]
             for bucket in buckets
@@ -166,8 +168,8 @@ class GradientSynchronizer:
     def _synchronize(self, bucket: Bucket) -> None:
         self.on_gradients_complete([segment.parameter for segment in bucket.segments])
         bucket.merge_lookups()
-        for segment in self._padded[bucket]:
-            segment.parameter.shard.zero_padding(segment.view(bucket.gradients))
+        for segment in self._unevenly_split[bucket]:
+            segment.parameter.shard.clear_padding(segment.view(bucket.gradients))
         self.before_reduction(bucket)
         for run, group in self._partial[bucket]:
             group.all_reduce(bucket.gradients[run])

@@ -62,7 +62,11 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
 
 
 def source_notes(world: World, deck: Deck) -> list[str]:
-    """Return what the user should know of the model that `model.from` names, on rank 0. Collective."""
+    """Return notes about what training ignores of the model that `model.from` names. Collective.
+
+    Returns:
+        The notes on rank 0; nothing on other ranks.
+    """
     if deck.model.source is None or deck.model.module is not None:
         return []
     note = ""

@@ -159,7 +159,7 @@ def test_what_fits(overrides: list[str]) -> None:
             ["layout.tensor=3", "communication.compress=sign"],
             [
                 "communication.compress=sign: conflicts with layout.tensor = 3, which does not divide the "
-                'heads evenly: ranks fill up with heads of zeros, which have no signs (use "bf16", "int8", '
+                'heads evenly: ranks get padding of zeros, which have no signs (use "bf16", "int8", '
                 '"topk" or "powersgd")'
             ],
         ),
@@ -224,8 +224,8 @@ def test_what_fits(overrides: list[str]) -> None:
                 *("layout.context=8", "layout.context_form=all_to_all"),
             ],
             [
-                "layout.context=8: must divide the 4 heads of a tensor rank with layout.context_form = "
-                '"all_to_all" (use 1, 2 or 4, or the form "ring")'
+                "layout.context=8: must divide the 4 heads of a tensor rank (with padding) with "
+                'layout.context_form = "all_to_all" (use 1, 2 or 4, or the form "ring")'
             ],
         ),
         (

@@ -28,14 +28,14 @@ def test_heads_of_ranks(heads: tuple[int, int], ranks: int, expected: HeadSplit)
 def test_each_query_is_on_one_rank_with_its_key(heads: int, shared: int) -> None:
     for ranks in range(1, heads + 1):
         split = HeadSplit.of(heads, shared, ranks)
-        on_ranks = list(zip(split.first_queries, split.queries, strict=True))
+        on_ranks = list(zip(split.first_query_heads, split.query_heads, strict=True))
         assert [head for first, count in on_ranks for head in range(first, first + count)] == [*range(heads)]
-        held = list(zip(split.first_key_values, split.key_values, strict=True))
+        held = list(zip(split.first_key_value_heads, split.key_value_heads, strict=True))
         for (first, count), (first_key, keys) in zip(on_ranks, held, strict=True):
             needed = {head * shared // heads for head in range(first, first + count)}
             assert needed == set(range(first_key, first_key + keys))
-        assert split.holders == () or sum(split.holders) == ranks
-        queries, key_values = split.padded
+        assert split.holder_counts == () or sum(split.holder_counts) == ranks
+        queries, key_values = split.padded_heads
         assert queries % key_values == 0
         evenly = shared % ranks == 0 or (ranks % shared == 0 and heads % ranks == 0)
         assert split.is_even == evenly, (heads, shared, ranks)

@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
 from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue, compute_all
 from hpctrain.parallel.matmul import join_neighbors
-from hpctrain.parallel.shards import Partition, position_among_holders, split_shard
+from hpctrain.parallel.shards import Partition, piece_and_position, split_shard
 from tests.engines import LLAMA, small_deck, trainer
 
 
@@ -64,39 +64,39 @@ def test_rows_of_heads_are_split_or_shared(world: World) -> None:
 
     group = Mesh(world, {"tensor": world.size}).group("tensor")
     split = Partition.split(world.size * 6, group)
-    assert (split.start, split.local, split.holders) == (world.rank * 6, 6, ())
+    assert (split.start, split.local, split.holder_counts) == (world.rank * 6, 6, ())
     shared = Partition.split(4, group, unit=4)
-    assert (shared.start, shared.local, shared.holders) == (0, 4, (world.size,))
+    assert (shared.start, shared.local, shared.holder_counts) == (0, 4, (world.size,))
 
 
 def test_a_shard_has_the_partitions_of_its_dims() -> None:
     shard = split_shard("a", Partition(8, 4, 4), 2, Partition(6, 0, 3), axes=frozenset({"expert"}))
     assert (shard.shape, shard.start, shard.local) == ((8, 2, 6), (4, 0, 0), (4, 2, 3))
-    assert shard.split == {"expert"} and not shard.partial and (shard.holders, shard.unit) == ((), 1)
-    shared = split_shard("a", Partition(4, 0, 4, holders=(2,), unit=4), 5)
-    assert shared.split == shared.partial == {"tensor"} and (shared.holders, shared.unit) == ((2,), 4)
+    assert shard.split == {"expert"} and not shard.partial and (shard.holder_counts, shard.unit) == ((), 1)
+    shared = split_shard("a", Partition(4, 0, 4, holder_counts=(2,), unit=4), 5)
+    assert shared.split == shared.partial == {"tensor"} and (shared.holder_counts, shared.unit) == ((2,), 4)
 
 
 def test_a_rank_with_fewer_heads_has_padding() -> None:
     """The second of two ranks has 3 of 9 heads and space for 6, the last of 4 shares no head of keys."""
     second = planned_group(("tensor",), 1, 2, Ledger())
     queries, keys = Partition.of_heads(9, 3, second)
-    assert (queries, keys) == (Partition(9, 6, 6, used=3), Partition(3, 2, 2, used=1))
+    assert (queries, keys) == (Partition(9, 6, 6, unpadded_local=3), Partition(3, 2, 2, unpadded_local=1))
     shard = split_shard("a", 5, queries.times(4))
     assert (shard.start, shard.local, shard.extent) == ((0, 24), (5, 24), (5, 12))
-    assert not shard.partial and shard.elements_of_rows == 120
+    assert not shard.partial and shard.elements_of_real_rows == 120
     gradient = torch.ones(5, 24)
-    shard.zero_padding(gradient)
+    shard.clear_padding(gradient)
     assert gradient.sum(1).tolist() == [12.0] * 5 and not gradient[:, 12:].any()
     assert shard.stacked(1, 2).unstacked == shard
     last = planned_group(("tensor",), 3, 4, Ledger())
     queries, keys = Partition.of_heads(6, 3, last)
-    assert (queries.start, queries.used, keys.start, keys.holders) == (4, 2, 2, (2, 1, 1))
+    assert (queries.start, queries.unpadded_local, keys.start, keys.holder_counts) == (4, 2, 2, (2, 1, 1))
     assert split_shard("b", keys, 5).partial == {"tensor"}
-    assert [position_among_holders(keys.holders, rank) for rank in range(4)] == [
+    assert [piece_and_position(keys.holder_counts, rank) for rank in range(4)] == [
         (0, 0),
         (0, 1),
         (1, 0),
         (2, 0),
     ]
-    assert position_among_holders((), 2) == (2, 0)
+    assert piece_and_position((), 2) == (2, 0)

@@ -119,7 +119,9 @@ def rows_shard(weight: Parameter) -> Shard:
     of = weight.shard
     cut = of.split if of.local[0] != of.shape[0] else frozenset()
     local, start = (of.local[0], WIDTH), (of.start[0], 0)
-    return Shard(of.name, (of.shape[0], WIDTH), start, local, cut, holders=of.holders if cut else ())
+    return Shard(
+        of.name, (of.shape[0], WIDTH), start, local, cut, holder_counts=of.holder_counts if cut else ()
+    )
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_heads_that_fill_up_a_rank_stay_zero(world: World, case: str) -> None:
         for segment in bucket.segments:
             values = segment.view(bucket.gather_owned(bucket.owned_values))
             unpadded = values.clone()
-            segment.parameter.shard.zero_padding(unpadded)
+            segment.parameter.shard.clear_padding(unpadded)
             assert torch.equal(values, unpadded), segment.parameter.shard.name
             padded += segment.parameter.shard.extent != segment.parameter.shard.local
     assert sum(world.everyone.all_gather_object(padded)) > 0

@@ -30,8 +30,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.sharding.state import MODEL
 from hpctrain.text import counted, nearest
 
-_MOST = 8
-"""Of problems that are told."""
+_MOST_PROBLEMS = 8
+"""Largest number of problems that an error lists."""
 
 
 def load_by_name(
@@ -41,13 +41,21 @@ def load_by_name(
     names: Mapping[str, Sequence[str]],
     view: Callable[[TensorFolder], TensorFolder] | None = None,
 ) -> str:
-    """Fill entries `/model/<name>` and `/buffer/<name>` from what `path` has of each, each rank its pieces;
-    in words, what is left of it. Collective.
+    """Read this rank's pieces of the parameters and buffers of a user's module. Collective.
 
-    `names` are all that a parameter has, under any of which a folder may have it. `view` turns a folder into
-    one with the module's own tensors; None if it has these. Errors, the same on all
-    ranks: HpctrainError for names that are missing, and shapes that differ; else as in `open_values` and
-    `checkpoint.read.load`.
+    Args:
+        path: Folder of safetensors, or checkpoint (.h5).
+        world: The ranks.
+        entries: Datasets `/model/<name>` and `/buffer/<name>` to fill.
+        names: All names of a parameter, by the first one. A folder may have it under any of them.
+        view: Function that turns the folder into one with the module's own tensors; None if it has these.
+
+    Returns:
+        A note on tensors of the folder that no entry reads; "" if there are none.
+
+    Raises:
+        HpctrainError: Tensors are missing or have other shapes. Among others as in `open_values` and
+            `checkpoint.read.load`. All ranks raise the same error.
     """
     if path.suffix == ".h5":
         structure = examine(path, world.everyone)
@@ -66,23 +74,28 @@ def load_by_name(
         if problems and view is not None:  # one value of a config.json can change all shapes
             raise first_of(problems)
         if problems:
-            more = len(problems) - _MOST
+            more = len(problems) - _MOST_PROBLEMS
             raise HpctrainError(
-                problems[:_MOST] + [f"{path}: and {counted(more, 'more problem')}"] * (more > 0)
+                problems[:_MOST_PROBLEMS] + [f"{path}: and {counted(more, 'more problem')}"] * (more > 0)
             )
         for entry in entries:
             _fill(entry, found[entry.dataset] or "", folder)
-    mine = {name for entry in entries for name in _names(entry, names)}
-    left = sorted(set(folder.tensors) - set().union(*world.everyone.all_gather_object(mine)))
+    local_names = {name for entry in entries for name in _names(entry, names)}
+    unread = sorted(set(folder.tensors) - set().union(*world.everyone.all_gather_object(local_names)))
     return (
-        f"{counted(len(left), 'tensor')} without a counterpart ignored ({', '.join(left[:3])})"
-        if left
+        f"{counted(len(unread), 'tensor')} without a counterpart ignored ({', '.join(unread[:3])})"
+        if unread
         else ""
     )
 
 
 def open_values(path: Path) -> TensorFolder:
-    """As `open_folder`, of what a user has written: with how that is made of a pickle."""
+    """Open a folder of safetensors that a user has written.
+
+    Raises:
+        HpctrainError: The path is a file, or has weights only in a pickle; the message has a command that
+            converts them. Among others as in `open_folder`.
+    """
     if path.is_file() and path.suffix == ".safetensors":
         raise HpctrainError(
             f"{path}: is a file; give its folder {path.parent}, in which it must have the name {SINGLE}"
@@ -152,7 +165,7 @@ def _problems(
 
 
 def _fill(entry: TensorRange, name: str, folder: TensorFolder) -> None:
-    """Read an entry's values; padding stays as it is."""
+    """Read an entry's values from a tensor of a folder, without changing padding."""
     kind = entry.values.dtype
     for rectangle in rectangles_of(entry):
         for chunk in rectangle.cut(BUFFER_BYTES // kind.itemsize):

@@ -217,7 +217,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         replace: True if the checkpoint may replace a file.
 
     Returns:
-        What was written, in words, after lines about special tokens and keys that are ignored.
+        Lines for the user: notes about special tokens and keys that are ignored, then what was written.
 
     Raises:
         HpctrainError: The folder has no model or a damaged tokenizer, or the file exists and may not be

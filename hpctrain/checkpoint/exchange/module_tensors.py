@@ -17,10 +17,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.text import either
 
 _BLOCK = re.compile(r".*?\.\d+\.")
-"""Beginning of the names of the tensors of a block."""
+"""Prefix of the names of all tensors of a block, such as "model.layers.3."."""
 
 _LAYER_COUNTS = ("layers", "n_layer")
-"""Ends of the keys of a config.json that give a number of layers."""
+"""Suffixes of the keys of a config.json that give a number of layers."""
 
 
 def state_shapes(module: nn.Module) -> dict[str, Index]:
@@ -78,14 +78,17 @@ class ModuleFolder(TensorFolder):
         return self._assembled[name].read(start, shape, self._folder.read)
 
     def likely_cause(self, tensor: str, shape: Index) -> str:
-        """Return the keys of the model's config.json that require a tensor, as the end of a message.
+        """Return the keys of the model's config.json that probably cause a mismatch, as the end of a message.
+
+        If a tensor has another shape, these are the keys with sizes that only the required shape has. If all
+        tensors of a block are missing, they are the keys for the number of layers.
 
         Args:
             tensor: Name of a tensor that is missing or has another shape.
             shape: Shape that the model requires.
 
         Returns:
-            The keys and their values in parentheses; "" if none is known.
+            The keys and their values in parentheses; "" if there are none.
         """
         sizes = _config_sizes(self._config)
         if tensor in self.tensors:
@@ -140,7 +143,10 @@ def _module_tensors(module: nn.Module, files: Mapping[str, Index]) -> dict[str, 
 
 
 def _config_sizes(config: Any) -> dict[str, int]:
-    """Return the sizes in the configuration of a model of `transformers`, and those of all heads, by key."""
+    """Return the sizes in the configuration of a model of `transformers`, by key.
+
+    They include products of `head_dim` and a number of heads, which are features of projections.
+    """
     values: dict[str, Any] = {} if config is None else config.get_text_config().to_dict()
     numbers = {key: each for key, each in values.items() if isinstance(each, int) and each > 1}
     sizes = {key: each for key, each in numbers.items() if not key.endswith("_token_id")}

@@ -28,7 +28,7 @@ from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     TensorPart,
     counterparts,
 )
-from hpctrain.checkpoint.exchange.hugging_face.training_noise import ignored_training_keys
+from hpctrain.checkpoint.exchange.hugging_face.training_noise import ignored_training_keys_note
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
 from hpctrain.checkpoint.exchange.prediction_modules import (
     copied_tensors,
@@ -281,16 +281,19 @@ _MOST_TOKENS = 1 << 32
 
 
 def training_note(path: Path, dropout: float = 0.0) -> str:
-    """Return a note on what training ignores of the config.json of a model to start from; "" for nothing.
+    """Return a note about keys for dropout and noise in a model's config.json, which training ignores.
 
     Args:
-        path: Hugging Face folder, or checkpoint whose model may have been imported from one.
-        dropout: Value of model.dropout.
+        path: Hugging Face folder, or checkpoint. The latter has a config.json if its model was imported.
+        dropout: Value of model.dropout of the run that starts from the model.
+
+    Returns:
+        The note; "" if there are no such keys.
     """
     if _is_checkpoint(path):
         config = stored_settings(examine(path).state).file(CONFIG)
-        return ignored_training_keys(config, f"{path}: {CONFIG}", dropout)
-    return ignored_training_keys(read_json(path / CONFIG), str(path / CONFIG), dropout)
+        return ignored_training_keys_note(config, f"{path}: {CONFIG}", dropout)
+    return ignored_training_keys_note(read_json(path / CONFIG), str(path / CONFIG), dropout)
 
 
 def source_shape(path: Path) -> ModelShape:

@@ -183,6 +183,7 @@ def transformer_layout_problems(deck: Deck) -> list[DeckProblem]:
 
 
 def _tensor(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of layout.tensor."""
     model, layout = deck.model, deck.layout
     tensor = layout.tensor
     length = deck.batch.sequence // layout.context
@@ -193,8 +194,8 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
         "model.mlp": lambda ranks: not has_dense_blocks(deck) or model.mlp % ranks == 0,
         "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
     }
-    every = range(1, model.heads + 1)
-    fitting = [ranks for ranks in every if all(fits(ranks) for fits in demands.values())]
+    possible = range(1, model.heads + 1)
+    fitting = [ranks for ranks in possible if all(fits(ranks) for fits in demands.values())]
     would = nearest_numbers(tensor, fitting)
 
     def problem(demand: str, name: str, candidates: Iterable[int]) -> DeckProblem:
@@ -210,14 +211,14 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
         return DeckProblem("layout.tensor", f"{demand} (use {either(would)}{given})", others)
 
     if not demands["model.heads"](tensor):
-        yield problem(f"must be at most model.heads = {model.heads}", "model.heads", every)
+        yield problem(f"must be at most model.heads = {model.heads}", "model.heads", possible)
     if not demands["model.mlp"](tensor):
         yield problem(f"must divide model.mlp = {model.mlp}", "model.mlp", divisors(model.mlp))
-    heads = _head_split(deck)
-    if heads is not None and not heads.is_even and deck.communication.compress in {"sign", "onebit"}:
+    split = _head_split(deck)
+    if split is not None and not split.is_even and deck.communication.compress in {"sign", "onebit"}:
         sentence = (
-            f"conflicts with layout.tensor = {tensor}, which does not divide the heads evenly: ranks fill up "
-            'with heads of zeros, which have no signs (use "bf16", "int8", "topk" or "powersgd")'
+            f"conflicts with layout.tensor = {tensor}, which does not divide the heads evenly: ranks get "
+            'padding of zeros, which have no signs (use "bf16", "int8", "topk" or "powersgd")'
         )
         yield DeckProblem(_COMPRESS, sentence, ("layout.tensor", "model.heads", "model.key_value_heads"))
     if split_sequence and length % tensor and tensor <= model.heads:
@@ -231,7 +232,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _head_split(deck: Deck) -> HeadSplit | None:
-    """Return the heads of each tensor rank; None if the numbers of heads or ranks are wrong."""
+    """Return how tensor ranks split the heads; None if they cannot, which is a problem of its own."""
     model, tensor = deck.model, deck.layout.tensor
     if tensor > model.heads or model.heads % model.key_value_heads:
         return None
@@ -239,20 +240,23 @@ def _head_split(deck: Deck) -> HeadSplit | None:
 
 
 def _context(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of layout.context."""
     layout, sequence = deck.layout, deck.batch.sequence
     context = layout.context
     if context == 1:
         return
     ring = layout.context_form == "ring"
     split = _head_split(deck)
-    heads, shared = (1, 1) if split is None else split.padded
-    if not ring and split is not None and not _exchanges(heads, shared, context):
-        fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
+    heads, key_value_heads = (1, 1) if split is None else split.padded_heads
+    if not ring and split is not None and not _exchanges(heads, key_value_heads, context):
+        fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, key_value_heads, ranks)]
         would = either(nearest_numbers(context, [ranks for ranks in fitting if sequence % ranks == 0]))
-        also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads,"
-        demand = (
-            f'must divide the {heads} heads of a tensor rank{also} with layout.context_form = "all_to_all"'
-        )
+        also = ""
+        if heads % context == 0:
+            also = f", and divide or be a multiple of its {key_value_heads} key/value heads,"
+        padded = "" if split.is_even else " (with padding)"
+        demand = f"must divide the {heads} heads of a tensor rank{padded}{also} with layout.context_form = "
+        demand += '"all_to_all"'
         sentence = f'{demand} (use {would}, or the form "ring")'
         others = ("layout.tensor", "model.heads", "model.key_value_heads", "batch.sequence")
         yield DeckProblem("layout.context", sentence, ("layout.context_form", *others))
@@ -266,9 +270,9 @@ def _context(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("batch.sequence", sentence, ("layout.context", "layout.context_form"))
 
 
-def _exchanges(heads: int, shared: int, ranks: int) -> bool:
-    """Return True if context ranks can exchange these numbers of heads and of key/value heads."""
-    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+def _exchanges(heads: int, key_value_heads: int, ranks: int) -> bool:
+    """Return True if context ranks can exchange these numbers of query heads and of key/value heads."""
+    return heads % ranks == 0 and (key_value_heads % ranks == 0 or ranks % key_value_heads == 0)
 
 
 def _pipeline(deck: Deck) -> Iterator[DeckProblem]:

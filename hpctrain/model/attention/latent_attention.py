@@ -52,7 +52,7 @@ class LatentAttention(BlockAttention):
     Attributes:
         rotary_size: Features of a head that are rotated.
         value_size: Features of a head's values.
-        heads: Heads of this rank, with padding.
+        heads: Number of heads that this rank computes, with padding.
         compress: Layer that computes the latents and the shared features of keys.
         query: Layer that computes the queries.
         expand: Layer that computes the unrotated features of keys, and the values.
@@ -72,7 +72,7 @@ class LatentAttention(BlockAttention):
         super().__init__(shape, layer_context, block, latent.value_size)
         self.rotary_size, self.value_size = latent.rotary_size, latent.value_size
         tensor = layer_context.tensor
-        heads, _ = Partition.of_heads(shape.heads, shape.heads, tensor)
+        heads, _ = Partition.of_heads(shape.heads, shape.heads, tensor)  # no head shares keys and values
         self.heads = heads.local
 
         def rows(head_rows: int) -> Partition:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, position_among_holders, split_shard
+from hpctrain.parallel.shards import Initial, Parameter, Partition, Shard, piece_and_position, split_shard
 
 
 class QueryKeyNorm(nn.Module):
-    """RMSNorm or LayerNorm of queries [s, b, heads/t, d] and keys [s, b, key/value heads/t, d].
+    """RMSNorm or LayerNorm of queries [s, b, heads, d] and keys [s, b, key/value heads, d] of this rank.
 
     RMSNorm over each head: all heads share one weight [d], and a rank sees its own heads only, so that the
     weight's gradient is a partial sum over the tensor axis. Over all heads: the weight is split like the
@@ -27,8 +27,8 @@ class QueryKeyNorm(nn.Module):
         joint: True if means are over all heads.
         centered: True for LayerNorm.
         rows: Split of queries and of keys over tensor ranks.
-        key_holders: Number of ranks that hold this rank's keys.
-        key_position: Number of this rank among them.
+        key_holders: Number of tensor ranks that hold the same key/value heads as this one.
+        key_position: Position of this rank among them, from 0.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class QueryKeyNorm(nn.Module):
         self.tensor, self.joint = layer_context.tensor, shape.query_key_norm == "all"
         self.centered = shape.query_key_norm == "layer_per_head"
         self.rows = (queries, keys)
-        piece, self.key_position = position_among_holders(keys.holders, self.tensor.rank)
-        self.key_holders = keys.holders[piece] if keys.holders else 1
+        piece, self.key_position = piece_and_position(keys.holder_counts, self.tensor.rank)
+        self.key_holders = keys.holder_counts[piece] if keys.holder_counts else 1
         ones: Initial = "zeros" if self.offset else "ones"
         self.query_weight, self.key_weight = (
             Parameter(self._shard(f"{name}.{kind}_norm.weight", rows), False, ones)

@@ -155,7 +155,7 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     import transformers
 
     model_config = _text_model_config(config, where)
-    with transformers_errors(f"{where}: transformers cannot build it", config):
+    with transformers_errors(f"{where}: transformers cannot build the model", config):
         model_config.use_cache = False
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
@@ -198,7 +198,7 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
     classes = [config_class, *(getattr(transformers, name) for name in known if hasattr(transformers, name))]
     if problems := list(dict.fromkeys(config_problems(config, classes))):
         raise HpctrainError([f"{where}: {problem}" for problem in problems])
-    with transformers_errors(f"{where}: transformers cannot use it", config):
+    with transformers_errors(f"{where}: transformers cannot use this configuration", config):
         model_config = config_class.from_dict(_decode_floats(config_of_model(config)))
         sub_configs = getattr(model_config, "sub_configs", {})
         modalities = [name for name in sub_configs if name.startswith(_MODALITIES)]

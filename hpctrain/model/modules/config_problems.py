@@ -1,4 +1,4 @@
-"""Problems of a config.json of `transformers`, and errors of `transformers` as one sentence with the key."""
+"""Checks of a config.json before `transformers` uses it, and one-line messages for its exceptions."""
 
 from __future__ import annotations
 
@@ -25,24 +25,28 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(ROPE_TABLES, ROPE_TABLES),
-    # Names of tensors that are left out, which are modules of multi-token prediction.
+    # Architectures that leave out modules of multi-token prediction list the names of their tensors there.
     "num_nextn_predict_layers": ("num_nextn_predict_layers", "_keys_to_ignore_on_load_unexpected"),
 }
-"""Names in the code of an architecture that show that it knows a key, where it is not the key itself."""
+"""Names of which an architecture's source code has one if it uses a key, if not only the key's own name."""
 
 _MODELS = "transformers.models."
-"""Beginning of the names of modules that define an architecture."""
+"""Prefix of the Python modules that define architectures."""
 
 _CONFIG_KEY = re.compile(r"\bconfig\.(\w+)")
-"""Use of a key in the code of an architecture."""
+"""Expression that reads a key in the source code of an architecture."""
 
 
 def config_problems(config: Mapping[str, Any], classes: Sequence[type]) -> Iterator[str]:
-    """Yield what is wrong with values of a config.json that `transformers` does not check or explain.
+    """Yield problems of values of a config.json for which `transformers` has no check or no clear message.
+
+    These are keys that the architecture ignores although they change what other architectures compute, and
+    unknown names of activations and kinds of rotary positions. An architecture counts as using a key if the
+    source code of its classes contains the name of the key.
 
     Args:
         config: Content of the file.
-        classes: Classes of the configuration and of the model.
+        classes: Class of the configuration, and the classes of causal models of this type.
     """
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -66,12 +70,12 @@ def config_problems(config: Mapping[str, Any], classes: Sequence[type]) -> Itera
 
 @contextmanager
 def transformers_errors(activity: str, config: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context manager that reports an exception of `transformers` as one sentence.
+    """Return a context manager that reports an exception of `transformers` as one line.
 
-    The sentence names the keys that the failing line of the architecture's code uses.
+    The line names the keys that the failing line of the architecture's source code reads, with their values.
 
     Args:
-        activity: Beginning of the message, such as "config.json: transformers cannot build it".
+        activity: Beginning of the message, such as "config.json: transformers cannot build the model".
         config: Content of the config.json.
 
     Raises:
@@ -84,14 +88,14 @@ def transformers_errors(activity: str, config: Mapping[str, Any]) -> Iterator[No
         cause: BaseException = error.__cause__ or error
         keys = _failing_keys(cause)
         used = ", ".join(f"{key} = {config[key]!r}" for key in keys if _is_scalar(config.get(key)))
-        while cause.__cause__ is not None:  # the message of the last one names the key
+        while cause.__cause__ is not None:  # the message of the original exception names the key
             cause = cause.__cause__
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         raise UserCodeError(f"{activity}: {used}{': ' if used else ''}{reason}") from error
 
 
 def _failing_keys(error: BaseException) -> list[str]:
-    """Return the keys of a config.json that the innermost line of an architecture's code uses."""
+    """Return the keys that the innermost traceback line in an architecture's source code reads."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line or "" for frame in frames if "transformers/models/" in frame.filename]
     return list(dict.fromkeys(_CONFIG_KEY.findall(lines[-1]))) if lines else []
@@ -102,7 +106,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _sources(classes: Sequence[type]) -> str:
-    """Return the code of the modules that define classes, and the classes that they inherit from."""
+    """Return the source code of the Python modules that define classes and their base classes."""
     inherited = [base for each in classes for base in each.__mro__]
     names = dict.fromkeys(base.__module__ for base in inherited if base.__module__.startswith(_MODELS))
     return "\n".join(inspect.getsource(sys.modules[name]) for name in names)

@@ -46,14 +46,14 @@ class AdamMini:
     def update_block(self, shard: Shard) -> UpdateBlock:
         """Return the rows that are updated together, with the work of their update.
 
-        If ranks split the rows evenly between cells, these are the rows of one rank, which then needs none
-        of another rank. Otherwise they are all rows.
+        If all ranks have the same number of rows, in whole cells, these are the rows of one rank. Its update
+        then needs no rows of other ranks. Otherwise they are all rows.
         """
         if len(shard.shape) < 2:
             return UpdateBlock(shard.shape, ELEMENT_WORK * prod(shard.shape))
         *leading, rows, columns = shard.shape
         local = shard.local[-2]
-        is_even = shard.used is None and rows % local == 0
+        is_even = shard.unpadded_local is None and rows % local == 0
         if shard.local[-1] == columns and is_even and local % shard.unit == 0:
             rows = local
         return UpdateBlock((1,) * len(leading) + (rows, columns), ELEMENT_WORK * rows * columns)

@@ -133,5 +133,7 @@ class CellLayout(NamedTuple):
         same_blocks = blocks(shard.clipped_local) == blocks(shard.shape) and not shard.is_longer
         split = frozenset[str]() if same_blocks else shard.split
         local = numbers(shard.clipped_local)
-        cells = replace(shard, shape=numbers(shard.shape), start=start, local=local, split=split, used=None)
+        cells = replace(
+            shard, shape=numbers(shard.shape), start=start, local=local, split=split, unpadded_local=None
+        )
         return CellLayout(cells, block_shape)

@@ -48,17 +48,19 @@ class SplitMatrix:
         Collective over the ranks that hold pieces of the parameter.
         """
         shard, group = segment.parameter.shard, segment.replication.pieces
-        if all(size <= held for size, held in zip(block.shape, shard.local, strict=True)):
+        if all(size <= local_size for size, local_size in zip(block.shape, shard.local, strict=True)):
             return None
         assert group is not None
-        starts = [at % size for at, size in zip(shard.start, block.shape, strict=True)]
-        local = tuple(min(size, held) for size, held in zip(block.shape, shard.local, strict=True))
-        used = shard.used or shard.local
+        start = [first % size for first, size in zip(shard.start, block.shape, strict=True)]
+        local = tuple(
+            min(size, local_size) for size, local_size in zip(block.shape, shard.local, strict=True)
+        )
+        unpadded = shard.unpadded_local or shard.local
         extent = [
-            max(0, min(size - at, held, real))
-            for size, at, held, real in zip(block.shape, starts, local, used, strict=True)
+            max(0, min(size - first, *sizes))
+            for size, first, *sizes in zip(block.shape, start, local, unpadded, strict=True)
         ]
-        all_starts, all_extents = zip(*group.all_gather_object((starts, extent)), strict=True)
+        all_starts, all_extents = zip(*group.all_gather_object((start, extent)), strict=True)
         return SplitMatrix(block.shape, local, group, all_starts, all_extents, block.work)
 
     @property

@@ -79,7 +79,7 @@ class CompressionBlocks:
         pieces, count = [], 0
         for segment in bucket.segments:
             shard = segment.parameter.shard
-            length = shard.elements_of_rows
+            length = shard.elements_of_real_rows
             if segment.parameter.requires_grad and length:
                 pieces.append(ParameterBlocks(segment, 0, segment.start, count * BLOCK, length))
                 count += -(-length // BLOCK)

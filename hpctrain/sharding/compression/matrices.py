@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 
-from hpctrain.parallel.shards import Shard, position_among_holders
+from hpctrain.parallel.shards import Shard, piece_and_position
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.replication import EXPERTS
 
@@ -92,8 +92,8 @@ class Matrices:
             places = [(start // local, -(-size // local)) for size, start, local in cuts]
             number, pieces = max(places, key=itemgetter(1))
         elif replication.pieces is not None:
-            number, _ = position_among_holders(shard.holders, replication.pieces.rank)
-            pieces = len(shard.holders) or replication.pieces.size
+            number, _ = piece_and_position(shard.holder_counts, replication.pieces.rank)
+            pieces = len(shard.holder_counts) or replication.pieces.size
         return Shard(
             shard.name,
             (*shard.shape[:dim], pieces, self.factor_columns, self.m),

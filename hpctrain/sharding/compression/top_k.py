@@ -38,7 +38,7 @@ class TopK(GradientReduction):
         self.exact, self.momentum, self.warmup = ExactReduction(bucket), momentum, warmup
         self._warm = True
         lengths = (
-            (s, s.parameter.shard.elements_of_rows) for s in bucket.segments if s.parameter.requires_grad
+            (s, s.parameter.shard.elements_of_real_rows) for s in bucket.segments if s.parameter.requires_grad
         )
         self.parts = [(segment.start, length, ceil(ratio * length)) for segment, length in lengths if length]
         self.sent = sum(count for *_, count in self.parts)

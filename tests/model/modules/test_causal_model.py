@@ -108,11 +108,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "type": (
         {"model_type": "helium", "hidden_size": "much"},
-        "transformers cannot use it: TypeError: Field 'hidden_size' expected int, got str",
+        "transformers cannot use this configuration: TypeError: Field 'hidden_size' expected int, got str",
     ),
     "size": (
         {"model_type": "helium", "hidden_size": 32, "num_attention_heads": 0},
-        "transformers cannot build it: hidden_size = 32, num_attention_heads = 0: ZeroDivisionError: ",
+        "transformers cannot build the model: hidden_size = 32, num_attention_heads = 0: ZeroDivisionError: ",
     ),
     "layer types": (
         {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["foo", "full_attention"]},

@@ -287,16 +287,16 @@ class _ConfigReader:
         return fields_read
 
     def refuse_type_without_rope_type(self) -> None:
-        """Report the older name of `rope_type` in `rope_scaling`.
+        """Report a `rope_scaling` that has the key `type`, the older name of `rope_type`.
 
-        Where layers with windows have positions of their own, `transformers` reads it only in
-        `rope_parameters`: it merges `rope_scaling` into a table that has a `rope_type`.
+        `transformers` ignores `type` there if layers with windows have rotary positions of their own: it
+        merges `rope_scaling` into a table that has a `rope_type` of "default" already.
         """
         table = self.config.get("rope_scaling")
         if self.config.get("rope_parameters") or not isinstance(table, Mapping) or "rope_type" in table:
             return
         if (kind := table.get("type", "default")) != "default":
-            message = f"ignored by transformers for {self.files.model_type}; set rope_type"
+            message = f"ignored by transformers for {self.files.model_type}; use its newer name rope_type"
             self.problem("rope_scaling: type", kind, message)
 
     def refuse_truncate_false(self, scaling: RopeScaling | None) -> None:

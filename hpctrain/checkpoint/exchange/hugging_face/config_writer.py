@@ -84,7 +84,11 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
 def _training_keys(
     architecture: HuggingFaceArchitecture, shape: ModelShape, imported: Config
 ) -> dict[str, Any]:
-    """Return the keys of config.json for dropout and noise in training; imported ones stay as they are."""
+    """Return the keys of config.json for dropout and noise in training, which hpctrain does not read.
+
+    An imported config.json keeps its values, and the defaults of missing keys. Otherwise dropout is that of
+    the model, and noise is 0.
+    """
     files = architecture.files
     values: dict[str, Any] = {
         **dict.fromkeys(files.dropouts, shape.dropout),

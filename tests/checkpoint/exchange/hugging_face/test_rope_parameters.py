@@ -256,7 +256,11 @@ def test_positions_of_neox_are_those_of_transformers(keys: dict[str, Any], told:
             {"rope_scaling": {"type": "yarn", **YARN}},
             "rope_scaling: type = 'yarn': ignored by transf",
         ),
-        ("Gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "for gemma3_text; set rope_type"),
+        (
+            "Gemma3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "for gemma3_text; use its newer name rope_type",
+        ),
         (
             "Olmo3",
             {"rope_parameters": {"full_attention": {"rope_theta": 300.0}, "truncate": False}},

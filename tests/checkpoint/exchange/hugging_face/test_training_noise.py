@@ -64,7 +64,7 @@ def test_keys_that_training_ignores_are_named_and_kept(
     theirs, model = tmp_path / "theirs", tmp_path / "model.h5"
     reference(name, **{key: value or 0.0 for key, value in keys.items()}).save_pretrained(theirs)
     told = [f"{replaced} (set model.dropout instead)"] if replaced else []
-    told += [f"{others} (hpctrain has nothing like it)"] if others else []
+    told += [f"{others} (hpctrain has no equivalent)"] if others else []
     note = [f"{theirs}/config.json: training ignores {' and '.join(told)}"] if told else []
     assert import_model(world, theirs, model).splitlines()[:-1] == note
     for source, where in ((theirs, f"{theirs}/config.json"), (model, f"{model}: config.json")):
