@@ -116,11 +116,11 @@ def command(
     Ranks, binding, memory and signals follow from the layout and the section [machine] of the deck. Without
     --output and --submit, the script is printed.
     """
+    from hpctrain.job.batch_job import parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
     from hpctrain.job.job_options import JobOptions
-    from hpctrain.job.ranks import parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
-    from hpctrain.job.script import SUBMIT, script, submission
+    from hpctrain.job.script import SUBMIT, render_script, submit_command
 
-    wish = JobOptions(
+    options = JobOptions(
         nodes=parse_nodes(nodes),
         seconds=None if time is None else parse_time(time, others["scheduler"]),
         variants=tuple(tuple(variant.split()) for variant in variants),
@@ -128,26 +128,26 @@ def command(
         shared_memory=None if shared_memory is None else parse_shared_memory(shared_memory),
         **others,
     )
-    submitter = SUBMIT[wish.scheduler]
+    submitter = SUBMIT[options.scheduler]
     if submit and shutil.which(submitter[0]) is None:
         raise HpctrainError(
             f"--submit: the command {submitter[0]} was not found; submit from a node that has it, or write "
             "the script with --output"
         )
-    job = plan_job(deck, overrides, wish)
+    job = plan_job(deck, overrides, options)
     for warning in job.warnings:
         click.echo(f"hpctrain: warning: {warning}", err=True)
     if output is None and submit:
-        output = Path(f"{job.name}.{'yaml' if wish.scheduler == 'kubernetes' else 'sh'}")
+        output = Path(f"{job.name}.{'yaml' if options.scheduler == 'kubernetes' else 'sh'}")
     written_by = shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
-    text = script(job, program(), str(output or "FILE"), written_by, placeholders=not submit)
+    text = render_script(job, program(), str(output or "FILE"), written_by, placeholders=not submit)
     if output is None:
         click.echo(text, nl=False)
         return
     with written(output, text, force):
         if submit:
             click.echo(submitted(submitter, output))
-    how = "" if submit else f"; submit it with `{submission(wish.scheduler, str(output))}`"
+    how = "" if submit else f"; submit it with `{submit_command(options.scheduler, str(output))}`"
     click.echo(f"{output}: written{how}", err=True)
 
 

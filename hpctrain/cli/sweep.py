@@ -92,9 +92,9 @@ def command(
     Ctrl-C, all runs save a checkpoint and stop. The exit code is 0 if all runs are done, 1 if a run failed,
     and 75 if runs are left.
     """
+    from hpctrain.job.batch_job import parse_time
     from hpctrain.job.job_options import JobOptions
-    from hpctrain.job.ranks import parse_time
-    from hpctrain.job.script import script, submission
+    from hpctrain.job.script import render_script, submit_command
     from hpctrain.train.sweep.sweep import sweep_deck, sweep_job
 
     given: dict[str, object] = {
@@ -111,13 +111,13 @@ def command(
     if asked := [_OPTIONS[name] for name, value in others.items() if value]:
         raise click.UsageError(f"--slurm conflicts with {', '.join(asked)}")
     seconds = None if time is None else parse_time(time, "slurm")
-    wish = JobOptions("slurm", (nodes, nodes), seconds, account=account, partition=partition)
-    wish = replace(wish, directives=directives, modules=modules)
-    job = sweep_job(deck, arguments, ranks, name, wish)
+    options = JobOptions("slurm", (nodes, nodes), seconds, account=account, partition=partition)
+    options = replace(options, directives=directives, modules=modules)
+    job = sweep_job(deck, arguments, ranks, name, options)
     for warning in job.warnings:
         click.echo(f"hpctrain: warning: {warning}", err=True)
     by = shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
-    with written(script_file, script(job, program(), str(script_file), by), force, "--slurm"):
-        how = submission("slurm", str(script_file))
+    with written(script_file, render_script(job, program(), str(script_file), by), force, "--slurm"):
+        how = submit_command("slurm", str(script_file))
         click.echo(f"{script_file}: written; submit it with `{how}`", err=True)
     return 0

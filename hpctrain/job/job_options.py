@@ -1,4 +1,4 @@
-"""What a user says of a batch job."""
+"""Options of `hpctrain job`, from which a batch job is planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ Launcher = Literal["srun", "mpirun"]
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of a batch job, beside the deck. None means the value of the deck's [machine], or a default.
+    """Options of a batch job for a deck.
+
+    None means the value in [machine] of the deck, or else a default.
 
     Attributes:
         scheduler: The scheduler that the script is for.
@@ -20,9 +22,9 @@ class JobOptions:
         launcher: Program that starts the ranks.
         ranks_per_node: Ranks of each node.
         gpus_per_node: GPUs of each node.
-        cores_per_rank: Cores that each rank is given; by default as many as it has threads.
-        mpi: How srun starts MPI ranks: a name of `srun --mpi=list`, by default "pmix".
-        account: Account that pays.
+        cores_per_rank: Cores that the job requests for each rank; None for as many as it has threads.
+        mpi: Name of `srun --mpi=list`, by which srun starts MPI ranks; None for "pmix".
+        account: Account that the scheduler charges.
         partition: Partition or queue.
         variants: Further `--set` arguments, one tuple for each task of an array of jobs.
         folders: Run folder of each task. If empty, tasks get titles and folders by their numbers.

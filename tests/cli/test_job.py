@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.job import command
 from hpctrain.errors import HpctrainError
-from hpctrain.job.ranks import parse_nodes, parse_time
+from hpctrain.job.batch_job import parse_nodes, parse_time
 from tests.engines import DECK
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

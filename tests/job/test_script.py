@@ -1,6 +1,6 @@
 """Batch scripts of what users may write: every text stays one word, and what would be a line is refused.
 
-Tests of job/script.py and job/ranks.py.
+Tests of job/script.py and job/batch_job.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import yaml
 
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
+from hpctrain.job.batch_job import Job, plan_job
 from hpctrain.job.job_options import JobOptions
-from hpctrain.job.ranks import Job, plan_job
-from hpctrain.job.script import path_word, script
+from hpctrain.job.script import quote_path, render_script
 from tests.engines import DECK
 
 LEGAL = (
@@ -95,16 +95,16 @@ def write_deck(value: str) -> Path:
 
 def planned(kind: str, value: str, **fields: Any) -> Job:
     """A job with the value as the name and title of its deck, and in a setting."""
-    wish: dict[str, Any] = {"ranks_per_node": 2, **KINDS[kind], **fields}
+    options: dict[str, Any] = {"ranks_per_node": 2, **KINDS[kind], **fields}
     if kind != "kubernetes":
-        wish.setdefault("modules", (value.lstrip("-"),))
+        options.setdefault("modules", (value.lstrip("-"),))
     settings = [f"run.title={toml_value(value)}", f"memory.offload_dir={toml_value(value)}"]
-    return plan_job(write_deck(value), ["model.vocabulary=", *settings], JobOptions(**wish))
+    return plan_job(write_deck(value), ["model.vocabulary=", *settings], JobOptions(**options))
 
 
 def written(kind: str, value: str, **fields: Any) -> str:
     command = shlex.join(["hpctrain", "job", value])
-    return script(planned(kind, value, **fields), f"{value}/bin/hpctrain", f"{value}.sh", command)
+    return render_script(planned(kind, value, **fields), f"{value}/bin/hpctrain", f"{value}.sh", command)
 
 
 def shell_of(kind: str, text: str) -> str:
@@ -158,10 +158,10 @@ def test_what_is_legal_stays_one_word(kind: str) -> None:
 
 def test_replicas_that_are_left_fit_fewer_nodes() -> None:
     """Three nodes do not divide the batch; with a replica on each they go on with a replica's own."""
-    wish, batch = JobOptions(scheduler="slurm", nodes=(1, 4), ranks_per_node=1), "batch.global_size=16"
+    options, batch = JobOptions(scheduler="slurm", nodes=(1, 4), ranks_per_node=1), "batch.global_size=16"
     replicas = ("layout.local_steps.replicas=4", "layout.local_steps.steps=10")
-    assert plan_job(write_deck("plain"), [batch], wish).fitting == (1, 2, 4)
-    assert plan_job(write_deck("plain"), [batch, *replicas], wish).fitting == (1, 2, 3, 4)
+    assert plan_job(write_deck("plain"), [batch], options).node_counts == (1, 2, 4)
+    assert plan_job(write_deck("plain"), [batch, *replicas], options).node_counts == (1, 2, 3, 4)
 
 
 def test_shells_hand_it_on_as_it_was(folder: Path) -> None:
@@ -196,23 +196,25 @@ def test_shells_hand_it_on_as_it_was(folder: Path) -> None:
 
 @kinds
 def test_control_characters_are_refused_wherever_they_stand(kind: str) -> None:
-    wish = {"ranks_per_node": 2, **KINDS[kind]}
+    options = {"ranks_per_node": 2, **KINDS[kind]}
     path = write_deck("plain")
-    plain = plan_job(path, ["model.vocabulary="], JobOptions(**wish))
+    plain = plan_job(path, ["model.vocabulary="], JobOptions(**options))
     for value in CONTROL:
         refused = (
-            lambda value: plan_job(path, [f"run.title={value}"], JobOptions(**wish)),
-            lambda value: plan_job(Path(f"{value}.toml"), [], JobOptions(**wish)),
-            lambda value: plan_job(path, [], JobOptions(**wish, account=value)),
-            lambda value: plan_job(path, [], JobOptions(**wish, partition=value)),
-            lambda value: plan_job(path, [], JobOptions(**wish, directives=(f"--{value}",))),
-            lambda value: plan_job(path, [], JobOptions(**wish, modules=(value,))),
-            lambda value: plan_job(path, [], JobOptions(**wish, image=value)),
-            lambda value: plan_job(path, [], JobOptions(**wish, volume=("claim", f"/{value}"))),
-            lambda value: plan_job(path, [], JobOptions(**(wish | {"variants": ((f"run.title={value}",),)}))),
-            lambda value: script(plain, "hpctrain", value, "hpctrain job"),
-            lambda value: script(plain, value, "FILE", "hpctrain job"),
-            lambda value: script(plain, "hpctrain", "FILE", f"hpctrain job {value}"),
+            lambda value: plan_job(path, [f"run.title={value}"], JobOptions(**options)),
+            lambda value: plan_job(Path(f"{value}.toml"), [], JobOptions(**options)),
+            lambda value: plan_job(path, [], JobOptions(**options, account=value)),
+            lambda value: plan_job(path, [], JobOptions(**options, partition=value)),
+            lambda value: plan_job(path, [], JobOptions(**options, directives=(f"--{value}",))),
+            lambda value: plan_job(path, [], JobOptions(**options, modules=(value,))),
+            lambda value: plan_job(path, [], JobOptions(**options, image=value)),
+            lambda value: plan_job(path, [], JobOptions(**options, volume=("claim", f"/{value}"))),
+            lambda value: plan_job(
+                path, [], JobOptions(**(options | {"variants": ((f"run.title={value}",),)}))
+            ),
+            lambda value: render_script(plain, "hpctrain", value, "hpctrain job"),
+            lambda value: render_script(plain, value, "FILE", "hpctrain job"),
+            lambda value: render_script(plain, "hpctrain", "FILE", f"hpctrain job {value}"),
         )
         for number, act in enumerate(refused):
             with pytest.raises(HpctrainError, match="control character") as caught:
@@ -281,7 +283,7 @@ def test_a_pods_name_is_a_text_and_short(title: str) -> None:
 
 
 def test_a_path_is_no_option() -> None:
-    assert path_word("-x y.sh") == "'./-x y.sh'"
+    assert quote_path("-x y.sh") == "'./-x y.sh'"
     assert os.path.normpath("./-x") == "-x"
 
 
@@ -292,7 +294,9 @@ def test_with_mirrors_a_job_goes_on_with_the_nodes_that_are_left(folder: Path, l
     path.write_text(DECK)
     shape: dict[str, Any] = {"scheduler": "slurm", "launcher": launcher, "nodes": (1, 2), "ranks_per_node": 2}
     settings = ["checkpoint.mirror=true", "batch.global_size=16"]
-    text = script(plan_job(path, settings, JobOptions(**shape)), "bin/hpctrain", "job.sh", "hpctrain job")
+    text = render_script(
+        plan_job(path, settings, JobOptions(**shape)), "bin/hpctrain", "job.sh", "hpctrain job"
+    )
     assert "#SBATCH --no-kill" in text
     program = Path(sys.executable).parent / "shellcheck"
     found = subprocess.run([program, "-s", "bash", "-"], input=text, capture_output=True, text=True)
@@ -334,9 +338,9 @@ def test_without_mirrors_or_with_one_node_slurm_ends_a_job_that_lost_one(folder:
     path = Path("deck.toml")
     path.write_text(DECK)
     for settings, nodes in ([], (1, 2)), (["checkpoint.mirror=true"], (1, 1)):
-        wish = JobOptions(scheduler="slurm", nodes=nodes, ranks_per_node=2)
-        assert "no-kill" not in script(
-            plan_job(path, settings, wish), "bin/hpctrain", "job.sh", "hpctrain job"
+        options = JobOptions(scheduler="slurm", nodes=nodes, ranks_per_node=2)
+        assert "no-kill" not in render_script(
+            plan_job(path, settings, options), "bin/hpctrain", "job.sh", "hpctrain job"
         )
 
 
@@ -347,7 +351,7 @@ def test_a_job_goes_on_without_nodes_that_had_silent_faults(folder: Path, kind: 
     path.write_text(DECK)
     settings = ["stability.corruption=cheap", "run.dir=a run"]
     job = plan_job(path, settings, JobOptions(**{"ranks_per_node": 2, **KINDS[kind]}))
-    text = script(job, "bin/hpctrain", "a job.sh", "hpctrain job")
+    text = render_script(job, "bin/hpctrain", "a job.sh", "hpctrain job")
     program = Path(sys.executable).parent / "shellcheck"
     found = subprocess.run([program, "-s", "bash", "-"], input=text, capture_output=True, text=True)
     assert found.stdout == ""

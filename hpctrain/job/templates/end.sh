@@ -15,5 +15,5 @@ case $code in
     fi
     ;;
 esac
-@{again}
+@{resubmit}
 exit "$code"

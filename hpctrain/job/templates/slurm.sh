@@ -12,7 +12,7 @@
 #SBATCH --output=@{output}
 #SBATCH --open-mode=append
 #SBATCH --requeue
-@{kept}
+@{no_kill}
 @{signal}
 @{directives}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError, require
 from hpctrain.files import require_writable, strict_json, write_text
 from hpctrain.host.launcher import launcher_name
+from hpctrain.job.batch_job import Job, plan_job
 from hpctrain.job.job_options import JobOptions
-from hpctrain.job.ranks import Job, plan_job
 from hpctrain.report.swept import draw_sweep
 from hpctrain.report.terminal import columns
 from hpctrain.train.sweep.results import (
@@ -83,14 +83,14 @@ def sweep_deck(
     return EXIT_DIFFERENT if any(each.state in ("failed", "lost") for each in results) else EXIT_AGAIN
 
 
-def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None, wish: JobOptions) -> Job:
+def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None, options: JobOptions) -> Job:
     """The array of jobs that trains a sweep, a task of it a run, whose folders are those of `sweep_deck`."""
-    nodes = wish.nodes[1]
+    nodes = options.nodes[1]
     if ranks % nodes:
         raise HpctrainError(f"--nodes {nodes}: must divide --ranks-each {ranks}")
     sweep = make_sweep(path, arguments, ranks, name)
     record(sweep)
-    each = replace(wish, ranks_per_node=ranks // nodes)
+    each = replace(options, ranks_per_node=ranks // nodes)
     jobs = [plan_job(path, variant.settings, each) for variant in _planned(sweep)]
     memories = [job.memory for job in jobs if job.memory is not None]
     settings = tuple(variant.settings for variant in sweep.variants)
@@ -98,7 +98,7 @@ def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None
     return replace(
         jobs[0],
         deck=jobs[0].deck.with_keys(run={"title": sweep.folder.name}),
-        wish=tasks,
+        options=tasks,
         overrides=(),
         memory=max(memories, default=None),
         warnings=tuple(dict.fromkeys(warning for job in jobs for warning in job.warnings)),

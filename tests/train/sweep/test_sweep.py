@@ -24,7 +24,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.job.job_options import JobOptions
-from hpctrain.job.script import script
+from hpctrain.job.script import render_script
 from hpctrain.report.rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
 from hpctrain.train.sweep.results import VariantResult, best_of, result_lines, swept_runs, wanted_figure
@@ -315,7 +315,7 @@ def test_an_array_job_has_each_run(deck: Path) -> None:
         'data.tokens="q\'`$(touch owned) x"',
     ]
     job = sweep_job(deck, given, 4, "a 'name", JobOptions("slurm", (2, 2), 600))
-    text = script(job, "echo", "a.sh", "hpctrain")
+    text = render_script(job, "echo", "a.sh", "hpctrain")
     assert "#SBATCH --array=0-3" in text and "#SBATCH --ntasks-per-node=2" in text
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr

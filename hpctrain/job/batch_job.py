@@ -1,4 +1,4 @@
-"""What a batch job for a deck asks a scheduler for: nodes, ranks, cores, GPUs, memory, time."""
+"""Batch job for a deck: the nodes, ranks, cores, GPUs, memory and time that it requests of a scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.deck.sections.mixture import tokens_exist
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import GPU_KINDS
 from hpctrain.job.job_options import JobOptions, Launcher
-from hpctrain.job.words import word_problems
+from hpctrain.job.option_problems import option_problems
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
@@ -26,11 +26,14 @@ from hpctrain.plan.search.deck import laid_out
 from hpctrain.text import command, counted
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
 
-ON_A_RANGE = ("slurm", "lsf")  # schedulers that start a job on as many nodes of a range as they have
+NODE_RANGE_SCHEDULERS = ("slurm", "lsf")
+"""Schedulers that accept a range of nodes, and start the job on as many of them as are free."""
 
-MEMORY_MARGIN = 1.25  # asked for, over what is predicted: the file cache of what ranks read counts as theirs
+MEMORY_MARGIN = 1.25
+"""Requested memory over predicted memory. The file cache of files that ranks read counts as their memory."""
 
-SHARED_MEMORY = 1 << 30  # bytes of /dev/shm in a pod, and as much for every four ranks
+SHARED_MEMORY = 1 << 30
+"""Smallest size of /dev/shm in a pod, in bytes, which is enough for four ranks."""
 
 _UNIT_OF_NUMBERS: Mapping[str, str] = MappingProxyType(
     {"slurm": "min", "lsf": "min", "flux": "min", "pbs": "s"}
@@ -42,91 +45,112 @@ FEW_CORES = (
     "each rank gets 1 core, which is too few to feed a GPU: give --cores-per-rank C, such as the cores of a "
     "node divided by its ranks"
 )
+"""Warning for jobs with GPUs if nothing says how many cores a rank needs."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that fits the deck. `fitting` are the numbers of nodes, rising, that its layout can use.
+    """Batch job that fits a deck.
 
-    `memory` is in bytes a node, None where nothing is known of it. `warnings` are sentences for the user.
+    Attributes:
+        options: Options of the user.
+        path: Path of the deck.
+        overrides: `--set` arguments of the deck.
+        deck: The deck, with a layout for the largest number of nodes.
+        launcher: Program that starts the ranks.
+        ranks_per_node: Ranks of each node.
+        gpus_per_node: GPUs that the job requests on each node; 0 for none.
+        node_counts: Numbers of nodes that the layout can use, in ascending order.
+        memory: Memory that the job requests on each node, in bytes; None if it is unknown.
+        warnings: Sentences for the user.
     """
 
-    wish: JobOptions
+    options: JobOptions
     path: Path
     overrides: tuple[str, ...]
     deck: Deck
     launcher: Launcher
     ranks_per_node: int
     gpus_per_node: int
-    fitting: tuple[int, ...]
+    node_counts: tuple[int, ...]
     memory: int | None
     warnings: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """The deck's title as schedulers and shells take it."""
+        """Title of the deck, without characters that schedulers or shells do not accept."""
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.deck.run.title).strip("-.") or "hpctrain"
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of a pod's /dev/shm at most: through it MPI and NCCL pass what stays within a node."""
-        return self.wish.shared_memory or max(SHARED_MEMORY, self.ranks_per_node * SHARED_MEMORY // 4)
+        """Size limit of /dev/shm in a pod, in bytes. MPI and NCCL exchange messages within a node there."""
+        return self.options.shared_memory or max(SHARED_MEMORY, self.ranks_per_node * SHARED_MEMORY // 4)
 
     @property
     def cores_per_rank(self) -> int:
-        """Cores that each rank is given: by default as many as it has threads."""
-        return self.wish.cores_per_rank or self.deck.run.threads
+        """Cores that the job requests for each rank; by default as many as it has threads."""
+        return self.options.cores_per_rank or self.deck.run.threads
 
     @property
-    def few_cores(self) -> str:
-        """Sentence about GPU ranks that are given a core each only because nothing says more; else ""."""
-        few = self.gpus_per_node and self.wish.cores_per_rank is None and self.deck.run.threads == 1
+    def core_warning(self) -> str:
+        """Warning if ranks with GPUs get one core each since nothing says more; "" if they get more."""
+        few = self.gpus_per_node and self.options.cores_per_rank is None and self.deck.run.threads == 1
         return FEW_CORES if few else ""
 
     @property
     def seconds(self) -> int:
-        """Time of the job, an hour where none is given."""
-        return self.wish.seconds or 3600
+        """Time limit of the job; one hour by default."""
+        return self.options.seconds or 3600
 
 
-def plan_job(path: Path, overrides: Sequence[str], wish: JobOptions) -> Job:
-    """The job that a deck and a wish make; HpctrainError with all that does not fit."""
-    _check(wish, path, overrides)
+def plan_job(path: Path, overrides: Sequence[str], options: JobOptions) -> Job:
+    """Plan the batch job for a deck.
+
+    Args:
+        path: Path of the deck.
+        overrides: `--set` arguments of the deck.
+        options: Options of the job.
+
+    Raises:
+        HpctrainError: Options cannot be combined, the deck is wrong, or its layout does not fit the ranks.
+    """
+    _check_options(options, path, overrides)
     deck = assume_planned_device(
-        read_deck(path, overrides, read_source=settled_keys, check_files=named_problems), wish.gpus_per_node
+        read_deck(path, overrides, read_source=settled_keys, check_files=named_problems),
+        options.gpus_per_node,
     )
     machine = deck.machine
-    gpus = wish.gpus_per_node if wish.gpus_per_node is not None else machine.gpus_per_node or 0
-    ranks = wish.ranks_per_node or machine.ranks_per_node or gpus
+    gpus = options.gpus_per_node if options.gpus_per_node is not None else machine.gpus_per_node or 0
+    ranks = options.ranks_per_node or machine.ranks_per_node or gpus
     if not ranks:
         raise HpctrainError(
             f"{path}: the number of ranks per node is missing: add --ranks-per-node, or set "
             "machine.ranks_per_node or machine.gpus_per_node in the deck"
         )
-    least, most = wish.nodes
+    least, most = options.nodes
     deck = laid_out(deck, most * ranks, ranks)
     check_world(deck, most * ranks)
-    for variant in wish.variants:
+    for variant in options.variants:
         read_deck(path, [*overrides, *variant], most * ranks, settled_keys, named_problems)
-    fitting = tuple(n for n in range(least, most + 1) if _fits(deck, most * ranks, n * ranks))
+    node_counts = tuple(n for n in range(least, most + 1) if _fits(deck, most * ranks, n * ranks))
     memory, warnings = _memory(path, overrides, deck, most * ranks, ranks)
     job = Job(
-        wish=wish,
+        options=options,
         path=path,
         overrides=tuple(overrides),
         deck=deck,
-        launcher=wish.launcher or ("srun" if wish.scheduler == "slurm" else "mpirun"),
+        launcher=options.launcher or ("srun" if options.scheduler == "slurm" else "mpirun"),
         ranks_per_node=ranks,
         gpus_per_node=gpus,
-        fitting=fitting,
+        node_counts=node_counts,
         memory=memory,
-        warnings=(*_choices_to_reconsider(deck, most, ranks, gpus, wish.cores_per_rank), *warnings),
+        warnings=(*_choices_to_reconsider(deck, most, ranks, gpus, options.cores_per_rank), *warnings),
     )
-    return replace(job, warnings=(*job.warnings, job.few_cores)) if job.few_cores else job
+    return replace(job, warnings=(*job.warnings, job.core_warning)) if job.core_warning else job
 
 
 def _fits(deck: Deck, most: int, ranks: int) -> bool:
-    """Whether a run of the deck that has begun on `most` ranks goes on with so many, and could begin so."""
+    """Return True if a run that began on `most` ranks can continue on `ranks`, and can begin on `ranks`."""
     decks = fit_continued_replicas(deck, deck, most, ranks)[0], fit_initial_replicas(deck, ranks)[0]
     return not any(world_problems(each, ranks) for each in decks)
 
@@ -136,9 +160,8 @@ def parse_time(text: str, scheduler: str) -> int:
 
     Args:
         text: A time with units ("45 min", "1 h 30 min"), or as schedulers write it: "1:30:00",
-        "2-12:00:00", a number
-            alone (minutes; seconds with PBS), or two numbers with a colon (minutes and seconds; hours and
-            minutes with LSF).
+            "2-12:00:00", a number alone (minutes; seconds with PBS), or two numbers with a colon (minutes and
+            seconds; hours and minutes with LSF).
         scheduler: Name of the scheduler, as `hpctrain job --scheduler` has it.
 
     Raises:
@@ -158,7 +181,11 @@ def parse_time(text: str, scheduler: str) -> int:
 
 
 def parse_shared_memory(text: str) -> int:
-    """Bytes of a size such as "8 GiB"; HpctrainError for anything else, and for less than 1 MiB."""
+    """Return the bytes of a size such as "8 GiB".
+
+    Raises:
+        HpctrainError: The text is not a size, or less than 1 MiB.
+    """
     size = parse_bytes(text)
     if size < 1 << 20:
         raise HpctrainError(f"--shared-memory {text}: must be at least 1 MiB")
@@ -166,13 +193,17 @@ def parse_shared_memory(text: str) -> int:
 
 
 def parse_volume(text: str) -> tuple[str, str]:
-    """The claim of a volume, and where it is mounted: "NAME:/path", or "NAME" for /work."""
+    """Return the claim of a volume and the path where it is mounted, of "NAME:/path" or "NAME" (/work)."""
     claim, _, mount = text.partition(":")
     return claim, mount or "/work"
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """The fewest and the most nodes of "4" or of "1-4"; HpctrainError for anything else."""
+    """Return the smallest and the largest number of nodes of a text such as "4" or "1-4".
+
+    Raises:
+        HpctrainError: The text is neither a number nor a range.
+    """
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < least <= most:
@@ -180,23 +211,23 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _check(wish: JobOptions, path: Path, overrides: Sequence[str]) -> None:
-    problems = word_problems(wish, path, overrides)
-    least, most = wish.nodes
-    if least < most and wish.scheduler not in ON_A_RANGE:
+def _check_options(options: JobOptions, path: Path, overrides: Sequence[str]) -> None:
+    problems = option_problems(options, path, overrides)
+    least, most = options.nodes
+    if least < most and options.scheduler not in NODE_RANGE_SCHEDULERS:
         problems.append(
-            f"--nodes {least}-{most}: {wish.scheduler} requires a fixed number of nodes, such as "
+            f"--nodes {least}-{most}: {options.scheduler} requires a fixed number of nodes, such as "
             f"--nodes {most} (slurm and lsf support a range)"
         )
-    if wish.variants and wish.scheduler != "slurm":
+    if options.variants and options.scheduler != "slurm":
         problems.append(
-            f"--variant requires --scheduler slurm, not {wish.scheduler}; write one script per variant "
+            f"--variant requires --scheduler slurm, not {options.scheduler}; write one script per variant "
             "with --set"
         )
-    if wish.mpi is not None and (wish.scheduler != "slurm" or wish.launcher == "mpirun"):
-        problems.append(f"--mpi {wish.mpi} requires --launcher srun")
-    if wish.launcher == "srun" and wish.scheduler != "slurm":
-        problems.append(f"--launcher srun requires --scheduler slurm, not {wish.scheduler}; use mpirun")
+    if options.mpi is not None and (options.scheduler != "slurm" or options.launcher == "mpirun"):
+        problems.append(f"--mpi {options.mpi} requires --launcher srun")
+    if options.launcher == "srun" and options.scheduler != "slurm":
+        problems.append(f"--launcher srun requires --scheduler slurm, not {options.scheduler}; use mpirun")
     if problems:
         raise HpctrainError(problems)
 
@@ -230,24 +261,25 @@ def _choices_to_reconsider(deck: Deck, nodes: int, ranks: int, gpus: int, cores:
 def _memory(
     path: Path, overrides: Sequence[str], deck: Deck, ranks: int, ranks_per_node: int
 ) -> tuple[int | None, list[str]]:
-    """Return the bytes per node to ask for, and warnings if less is there than is predicted.
+    """Return the memory of a node to request in bytes, and warnings if the run needs more than there is.
 
-    Nothing is predicted if the vocabulary would come from a token file that is not there yet. On GPUs the
-    plan is of their memory, so that the host memory to ask for is only known if the deck says it.
+    `machine.memory` of the deck has precedence over the prediction. The memory is None if neither exists.
+    There is no prediction if the vocabulary depends on a token file that does not exist yet. With GPUs, the
+    plan predicts their memory, not that of the host.
     """
-    given = deck.machine.memory
+    machine_memory = deck.machine.memory
     if deck.model.vocabulary is None and not tokens_exist(deck):
-        return given, []
+        return machine_memory, []
     sets = [*overrides, f"run.device={deck.run.device}"]
     plan = plan_deck(path, ranks, sets, ranks_per_node, advised=False)
     if deck.run.device in GPU_KINDS:
         room = plan.room
-        return given, [] if room is None or room.fits else [f"does not fit into GPU memory: {room}"]
+        return machine_memory, [] if room is None or room.fits else [f"does not fit into GPU memory: {room}"]
     predicted = plan.memory.largest.memory.total * ranks_per_node
-    if given is not None and predicted > given:
-        return given, [
+    if machine_memory is not None and predicted > machine_memory:
+        return machine_memory, [
             f"the {ranks_per_node} ranks of a node need {format_bytes(predicted)} of memory, more than "
-            f"machine.memory = {format_bytes(given)}; "
+            f"machine.memory = {format_bytes(machine_memory)}; "
             f"{command('plan', path, '--ranks', ranks)} lists what would save most"
         ]
-    return given or ceil(predicted * MEMORY_MARGIN), []
+    return machine_memory or ceil(predicted * MEMORY_MARGIN), []
