@@ -50,7 +50,10 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
     if files.epsilon[0]:
         sizes[files.epsilon[0]] = shape.norm_epsilon
     required = {key: value for key, (value, _) in files.required_values.items() if value is not None}
-    required[files.activation[0]] = _activation_name(architecture, shape.activation, imported)
+    activation = _activation_name(architecture, shape.activation, imported)
+    required[files.activation[0]] = activation
+    if files.activation[0] == "hidden_activation":  # as in published files; SGLang reads hidden_act
+        required["hidden_act"] = activation
     own: dict[str, Any] = {**files.constants, **_training_keys(architecture, shape, imported)}
     if files.grouped:
         size = shape.head_size if shape.latent is None else shape.latent.rotary_size

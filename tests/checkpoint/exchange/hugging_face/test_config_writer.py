@@ -149,6 +149,13 @@ def test_scales_of_gemma_are_those_of_whole_numbers(name: str) -> None:
         config_of(replace(shape, attention_scale=0.21), "float32")
 
 
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_gemma_has_both_keys_of_the_activation_as_in_published_files(name: str) -> None:
+    shape = shape_of({**SMALL, "rope_parameters": None, "architectures": [name]}, "config.json")
+    written = config_of(shape, "float32")
+    assert written["hidden_act"] == written["hidden_activation"] == "gelu_pytorch_tanh"
+
+
 def test_heads_of_stablelm_have_the_width_that_other_sizes_give() -> None:
     config = {**deepcopy(SMALL), "architectures": ["StableLmForCausalLM"]}
     shape = shape_of(config, "config.json")
