@@ -251,7 +251,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         TensorRange(
             dataset,
             Shard.replicated(dataset.rpartition("/")[2], size),
-            cast("Flat", FolderTensor(model, dataset, size, 0, prod(size))),
+            cast("Flat", FolderTensor(model, dataset, size, 0, prod(size), model.dtype(dataset))),
             copy=group.rank,
             copies=group.size,
         )
@@ -275,12 +275,12 @@ class FolderTensor(ScratchSlice):
     shape: Index
     first: int
     length: int
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype
 
     def __getitem__(self, part: slice) -> FolderTensor:
         start, last, step = part.indices(self.length)
         assert step == 1
-        return FolderTensor(self.model, self.dataset, self.shape, self.first + start, max(0, last - start))
+        return replace(self, first=self.first + start, length=max(0, last - start))
 
     def load(self) -> Tensor:
         """Read into new memory."""

@@ -18,9 +18,14 @@ from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.assembled_tensor import SourceBox
 from hpctrain.checkpoint.exchange.by_name import find_name, mismatch
 from hpctrain.checkpoint.exchange.model_files import module_files
-from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder, file_tensors, state_shapes
+from hpctrain.checkpoint.exchange.module_tensors import (
+    ModuleFolder,
+    file_tensors,
+    integer_types,
+    state_shapes,
+)
 from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
-from hpctrain.checkpoint.exchange.safetensors_folder import NAMES, NewTensor, TensorFolder, open_folder
+from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, TensorFolder, open_folder, type_name
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource
 from hpctrain.checkpoint.layout import Index, TensorRange
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
@@ -38,18 +43,20 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """Model of a folder, as the datasets of a checkpoint in fp32.
+    """Model of a folder, as the datasets of a checkpoint, which are in fp32 or integers.
 
     Attributes:
         folder: Tensors of the folder by the names of the module.
         shapes: Shape of each dataset.
         names: Name of each dataset's tensor in `folder`.
+        integers: dtype of each dataset that holds integers.
         title: Name of the model.
     """
 
     folder: TensorFolder
     shapes: Mapping[str, Index]
     names: Mapping[str, str]
+    integers: Mapping[str, torch.dtype]
     title: str
 
     def read(self, dataset: str, start: Index, shape: Index) -> Tensor:
@@ -58,7 +65,11 @@ class ModuleSource:
         is_weight = dataset.startswith("/model/")
         read = self.folder.read_finite if is_weight else self.folder.read
         box = (start, shape) if self.folder.tensors[name].shape else ((), ())
-        return read(name, *box).float().reshape(shape)
+        return read(name, *box).to(self.dtype(dataset)).reshape(shape)
+
+    def dtype(self, dataset: str) -> torch.dtype:
+        """Return the dtype of a dataset."""
+        return self.integers.get(dataset, torch.float32)
 
     @property
     def described(self) -> str:
@@ -80,7 +91,7 @@ def open_module_source(path: Path, keys: Mapping[str, Any]) -> ModuleSource:
     with torch.device("meta"):
         module = build_causal_model(arguments)
     folder = ModuleFolder(open_folder(path), module)
-    shapes = _float_shapes(module, str(path))
+    shapes = state_shapes(module)
     aliases = parameter_names(module)
     names: dict[str, str] = {}
     problems: list[str] = []
@@ -94,7 +105,11 @@ def open_module_source(path: Path, keys: Mapping[str, Any]) -> ModuleSource:
     if problems:
         raise first_of(problems)
     return ModuleSource(
-        folder, {d: shape or (1,) for d, shape in shapes.items()}, names, model_title(arguments)
+        folder,
+        {dataset: shape or (1,) for dataset, shape in shapes.items()},
+        names,
+        integer_types(module),
+        model_title(arguments),
     )
 
 
@@ -131,7 +146,7 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
     arguments = deck.model.arguments or {}
     with torch.device("meta"):
         module = build_causal_model(arguments)
-    shapes = _float_shapes(module, str(structure.path))
+    shapes = state_shapes(module)
     weight_dtype = export_dtype(structure, dtype)
     sources = stored_sources(structure, shapes, weight_dtype)
     tensors = file_tensors(module, shapes)
@@ -142,6 +157,10 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
         else weight_dtype
         for name in tensors
     }
+    integers = integer_types(module)
+    for name, tensor in tensors.items():
+        if (source := tensor.boxes[0].source) in integers:
+            kinds[name] = integers[source]
 
     def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
         for box in tensors[name].boxes:
@@ -155,20 +174,8 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
         tokenizer,
         deck.batch.sequence,
     )
-    new = [NewTensor(name, NAMES[kinds[name]], each.shape) for name, each in tensors.items()]
+    new = [NewTensor(name, type_name(kinds[name]), each.shape) for name, each in tensors.items()]
     return PreparedExport(new, texts, sources, copy, _described(model_title(arguments), shapes), weight_dtype)
-
-
-def _float_shapes(module: nn.Module, where: str) -> dict[str, Index]:
-    """Return the shape of each dataset of a module. HpctrainError if a stored buffer holds integers."""
-    shapes = state_shapes(module)
-    for name, buffer in module.named_buffers():
-        if f"/buffer/{name}" in shapes and not buffer.is_floating_point():
-            raise HpctrainError(
-                f"{where}: {name}: import and export of buffers of integers is unsupported (train from the "
-                "folder itself)"
-            )
-    return shapes
 
 
 def _described(title: str, shapes: Mapping[str, Index]) -> str:
@@ -185,7 +192,7 @@ def _copy_box(
     sums: Sums,
 ) -> None:
     """Fill a box of a file's tensor from a dataset, piece by piece."""
-    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     for part in _pieces(box, stored.item_bytes):
         values = torch.empty(prod(part.source_shape), dtype=getattr(torch, stored.kind))
         shard = Shard(
@@ -202,10 +209,7 @@ def _copy_box(
             raise HpctrainError(
                 f"{stored.dataset}: has values beyond the range of fp16; use --dtype bf16 or fp32"
             )
-        inside = tuple(
-            slice(first, first + extent) for first, extent in zip(part.start, part.shape, strict=True)
-        )
-        view[inside] = converted.contiguous().view(bits).numpy().view(view.dtype)
+        view[part.slices((0,) * view.ndim)] = converted.contiguous().view(bits).numpy().view(view.dtype)
 
 
 def _pieces(box: SourceBox, item_bytes: int) -> Iterator[SourceBox]:
@@ -216,7 +220,4 @@ def _pieces(box: SourceBox, item_bytes: int) -> Iterator[SourceBox]:
     rows, *width = box.shape
     step = max(1, _PIECE_BYTES // (max(1, prod(width)) * item_bytes))
     for row in range(0, rows, step):
-        start = (box.start[0] + row, *box.start[1:])
-        part = box.within(start, (min(step, rows - row), *width))
-        assert part is not None
-        yield part
+        yield box.part(0, row, min(step, rows - row))

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -31,6 +33,12 @@ def state_shapes(module: nn.Module) -> dict[str, Index]:
     return shapes | buffers
 
 
+def integer_types(module: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of each dataset of a module that holds integers, such as a table of hash values."""
+    buffers = ((f"/buffer/{name}", each.dtype) for name, each in module.named_buffers())
+    return {dataset: dtype for dataset, dtype in buffers if not dtype.is_floating_point}
+
+
 def file_tensors(module: nn.Module, shapes: Mapping[str, Index]) -> dict[str, AssembledTensor]:
     """Return the tensors of a model's files, made of datasets, as `save_pretrained` writes them.
 
@@ -52,6 +60,9 @@ def file_tensors(module: nn.Module, shapes: Mapping[str, Index]) -> dict[str, As
         return state
     with _conversion_errors(module):
         converted: dict[str, AssembledTensor] = revert_weight_conversion(module, state)  # type: ignore[arg-type]
+        boxes = [box for each in converted.values() for box in each.boxes]
+        if any(prod(box.shape) != prod(box.source_shape) for box in boxes):
+            raise NotImplementedError("its files reorder the elements of a dim in a way that is unsupported")
     return converted
 
 

@@ -38,6 +38,18 @@ Index = tuple[int, ...]
 TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TYPES.items()}
 
+_INTEGER_TYPES: Mapping[str, torch.dtype] = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""dtype of each type of tensors of integers in files; weights never have them."""
+
+_EVERY_TYPE = {**TYPES, **_INTEGER_TYPES}
+
 
 @dataclass(frozen=True)
 class Described:
@@ -189,7 +201,12 @@ class NewTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return prod(self.shape) * TYPES[self.kind].itemsize
+        return prod(self.shape) * _EVERY_TYPE[self.kind].itemsize
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name that a dtype of weights or of integers has in files."""
+    return next(name for name, each in _EVERY_TYPE.items() if each == dtype)
 
 
 def shared_out(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTensor]]:
@@ -239,7 +256,7 @@ def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, ND
         if not tensor.nbytes:
             continue
         at = start + header[tensor.name]["data_offsets"][0]
-        bits = np.dtype(f"<u{TYPES[tensor.kind].itemsize}")
+        bits = np.dtype(f"<u{_EVERY_TYPE[tensor.kind].itemsize}")
         yield tensor.name, np.memmap(path, bits, "r+", at, tensor.shape)
     flush_to_disk(path)
     written = _open(path)

@@ -121,6 +121,10 @@ class ModelFolder:
             values[place] = self._read(*parts[index], start[depth:], shape[depth:])
         return values
 
+    def dtype(self, dataset: str) -> torch.dtype:  # noqa: ARG002
+        """Return the dtype of a dataset, which is fp32 for all of them."""
+        return torch.float32
+
     def require_equal_copies(self, rank: int, ranks: int, modules: bool = True) -> None:
         """Compare the copies of embedding and output layer in the files, if there are any, with these.
 
