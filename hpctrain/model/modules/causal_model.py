@@ -40,8 +40,16 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequen
 _MODALITIES = ("vision", "audio", "image", "video", "speech", "vq")
 """Beginnings of the names of configurations of models that do not take text alone."""
 
-_NOT_CAUSAL = ("xlnet", "cpmant")
+_NOT_CAUSAL = ("cpmant",)
 """Types of models that `transformers` calls causal, and whose predictions depend on later tokens."""
+
+_OF_ENCODERS: Mapping[str, object] = {
+    "causal": False,
+    "is_causal": False,
+    "is_decoder": False,
+    "attn_type": "bi",
+}
+"""Values in the configurations of encoders, by their keys."""
 
 _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 """Types of models whose configuration has `is_decoder`, but whose attention does not depend on it."""
@@ -165,11 +173,11 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
             )
         finally:
             transformers.logging.set_verbosity(verbosity)
-    flags = ("causal", "is_causal", *(() if config["model_type"] in _ALWAYS_CAUSAL else ("is_decoder",)))
-    for name in flags:
-        if getattr(model.config, name, True) is False:
+    ignored = ("is_decoder",) if config["model_type"] in _ALWAYS_CAUSAL else ()
+    for name, value in _OF_ENCODERS.items():
+        if getattr(model.config, name, None) == value and name not in ignored:
             raise HpctrainError(
-                f"{where}: {name} = False: this {type(model).__name__} is an encoder, whose predictions "
+                f"{where}: {name} = {value!r}: this {type(model).__name__} is an encoder, whose predictions "
                 "depend on later tokens"
             )
     module: nn.Module = model

@@ -135,7 +135,10 @@ class BlockRunner:
         inputs, policy = list(tensors_of((arguments, keywords))), self.layer_context.saved_policy
         forward_once = preserve_buffers(self.block, self.buffers, self.forward)
         compute = partial(policy.call, partial(self._call_alone, forward_once), *arguments, **keywords)
-        residency = self.layer.owner[0].residency
+        part = self.layer.owner[0]
+        residency = part.residency
+        if residency.gathers:
+            part.note_call(self.name)
         needed = torch.is_grad_enabled() and (policy.repeats or residency.gathers)
         versions = _versions(inputs) if needed else []
         if self.layer.all_parameters:

@@ -88,6 +88,7 @@ class ModulePart(nn.Module):
         self._visited: set[Parameter] = set()
         self._backward_running = False
         self._recording: bool | None = None
+        self._unrecorded: set[str] = set()
         for parameter in self.names:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -141,6 +142,23 @@ class ModulePart(nn.Module):
         if not self.architecture.has_stages:
             return next(iter(self.names)).dtype
         return StageMessage.of(find_call_order(self.architecture)).dtype
+
+    def note_call(self, block: str) -> None:
+        """Note a call of a block, given its name, for `_require_recorded`."""
+        if torch.is_grad_enabled():
+            self._unrecorded.discard(block)  # code that recomputes blocks calls them again in backward
+        elif self._recording:
+            self._unrecorded.add(block)
+
+    def _require_recorded(self) -> None:
+        """Raise HpctrainError if autograd has not seen a block: ZeRO-3 has not gathered it in backward."""
+        if self._unrecorded:
+            name = sorted(self._unrecorded)[0]
+            self._unrecorded.clear()
+            raise HpctrainError(
+                f"{name}: runs without autograd, in a torch.autograd.Function of {self.title}, which "
+                "conflicts with layout.zero = 3 (use layout.zero = 2)"
+            )
 
     def _gather_layer(self, layer: ModuleLayer) -> None:
         """Keep the parameters of an outer layer gathered until the end of the pass."""
@@ -203,6 +221,7 @@ class ModulePart(nn.Module):
     def _end_backward(self, hidden: Tensor | None) -> None:
         """Report parameters that the backward pass did not reach, in the same order on all ranks."""
         self._backward_running = False
+        self._require_recorded()
         for parameter in [*self.names][::-1]:
             if parameter.requires_grad and parameter not in self._visited:
                 parameter.mark_gradient_added()
