@@ -91,11 +91,12 @@ def plain_loop(
     micro: int = 2,
     loss: Callable[[Any, Tensor], Tensor] = loss_of,
     counted: Callable[[Tensor], Tensor] = lambda targets: targets,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[list[list[float]], nn.Module]:
     """Losses and gradient norms of torch's AdamW, in double precision, from these weights, on the samples of
     a trainer that has not begun; micro-batches of some samples are those of BatchNorm.
     """
-    model = model.double().train()
+    model = model.to(dtype).train()
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, value in weights.items():

@@ -101,7 +101,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"vision_config: model_type = 'gemma3' is a model of images, audio or video, not of text; "
         r"use a folder of its language model alone \(Gemma3ForCausalLM\)",
     ),
-    "permuted": ({"model_type": "xlnet"}, "model_type = 'xlnet': its predictions depend on later tokens"),
+    "permuted": ({"model_type": "xlnet", "n_layer": 1}, "attn_type = 'bi': this XLNetLMHeadModel is an enc"),
+    "segments": ({"model_type": "cpmant"}, "model_type = 'cpmant': its predictions depend on later tokens"),
     "quantized": (
         {"model_type": "helium", "quantization_config": {"bits": 4}},
         "quantization_config: quantized weights are unsupported",
