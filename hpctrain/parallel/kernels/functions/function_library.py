@@ -115,7 +115,7 @@ def workspace_floats(rows: int, head: int) -> int:
         head: Features of the head.
     """
     keys, width = -(-rows // _PANEL) * _PANEL, padded(head)
-    return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
+    return 6 * keys * width + _ROWS * (2 * (keys + _LANES) + 3 * width)
 
 
 def few_rows_floats(rows: int, features: int) -> int:

@@ -564,10 +564,13 @@ static void panels(const float *rows, int keys, int width, float *into) {
 
 static const float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
+/* Return the distance between rows of scores. With a power of two, all rows would share few sets of a cache. */
+INLINE int score_stride(int keys) { return keys + LANES; }
+
 /* Return how many floats `memory` of attention holds. `workspace_floats` in function_library.py returns the same. */
 size_t attention_floats(int64_t rows, int64_t head) {
     const size_t keys = up_to(rows, PANEL), width = up_to(head, LANES);
-    return 6 * keys * width + ROWS * (2 * keys + 3 * width);
+    return 6 * keys * width + ROWS * (2 * (size_t)score_stride((int)keys) + 3 * width);
 }
 
 /* Return the first key that a query at `position` sees. */
@@ -662,9 +665,9 @@ INLINE float inverse_sum(const Attention *a, int64_t head, float whole, float la
 void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *log_sums,
             float *memory) {
     const int rows = (int)a->rows, keys = up_to(rows, PANEL), width = up_to(a->head, LANES), size = a->element;
-    const int shared = (int)(a->heads / a->groups);
+    const int shared = (int)(a->heads / a->groups), stride = score_stride(keys);
     float *values = memory, *key_panels = values + (size_t)keys * width, *query = key_panels + (size_t)keys * width;
-    float *output = query + ROWS * width, *chance = output + ROWS * width, *plain = chance + (size_t)ROWS * keys;
+    float *output = query + ROWS * width, *chance = output + ROWS * width, *plain = chance + (size_t)ROWS * stride;
     for (int64_t pair = 0; pair < a->batch * a->groups; ++pair) {
         const int64_t batch = pair / a->groups, group = pair % a->groups;
         memset(values, 0, sizeof(float) * keys * width);
@@ -682,10 +685,10 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
                 for (int i = 0; i < count; ++i)
                     read_row(a, q->at + ((first + i) * q->row + batch * q->batch + head * q->head) * size, first + i,
                              query + i * width, 1, a->scale * LOG2_E);
-                scores(query, key_panels, width, begin, ends, chance, keys);
+                scores(query, key_panels, width, begin, ends, chance, stride);
                 float inverse[ROWS];
                 for (int i = 0; i < ROWS; ++i) {
-                    float *row = chance + (size_t)i * keys;
+                    float *row = chance + (size_t)i * stride;
                     float largest;
                     if (a->cap) cap_scores(row, begin, ends, a->cap);
                     const float whole = powers(row, begin, ends, first_key(a, first + i), first, first + i, &largest);
@@ -693,7 +696,7 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
                     inverse[i] = inverse_sum(a, head, whole, largest, &log_sum);
                     if (i < count) log_sums[((batch * a->heads + head) * rows) + first + i] = log_sum;
                 }
-                product(ROWS, width, ends - begin, chance + begin, keys, 1, values + (size_t)begin * width, width, output, width, 0);
+                product(ROWS, width, ends - begin, chance + begin, stride, 1, values + (size_t)begin * width, width, output, width, 0);
                 for (int i = 0; i < count; ++i)
                     write_row(a, o->at + ((first + i) * o->row + batch * o->batch + head * o->head) * size, first + i,
                               output + i * width, 0, inverse[i]);
@@ -706,12 +709,12 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                      const Heads *d, const Heads *dq, const Heads *dk, const Heads *dv, const float *log_sums,
                      float *memory) {
     const int rows = (int)a->rows, keys = up_to(rows, PANEL), width = up_to(a->head, LANES), size = a->element;
-    const int shared = (int)(a->heads / a->groups);
+    const int shared = (int)(a->heads / a->groups), stride = score_stride(keys);
     const size_t whole = (size_t)keys * width;
     float *plain = memory, *key_panels = plain + whole, *value_panels = key_panels + whole;
     float *key_sum = value_panels + whole, *value_sum = key_sum + whole, *values = value_sum + whole;
     float *query = values + whole, *gradient = query + ROWS * width, *output = gradient + ROWS * width;
-    float *chance = output + ROWS * width, *change = chance + (size_t)ROWS * keys;
+    float *chance = output + ROWS * width, *change = chance + (size_t)ROWS * stride;
     for (int64_t pair = 0; pair < a->batch * a->groups; ++pair) {
         const int64_t batch = pair / a->groups, group = pair % a->groups;
         memset(plain, 0, sizeof(float) * whole);
@@ -745,10 +748,10 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                         }
                     delta[i] = total(sum);
                 }
-                scores(query, key_panels, width, begin, ends, chance, keys);
-                scores(gradient, value_panels, width, begin, ends, change, keys);
+                scores(query, key_panels, width, begin, ends, chance, stride);
+                scores(gradient, value_panels, width, begin, ends, change, stride);
                 for (int i = 0; i < ROWS; ++i) {
-                    float *p = chance + (size_t)i * keys, *c = change + (size_t)i * keys;
+                    float *p = chance + (size_t)i * stride, *c = change + (size_t)i * stride;
                     const float log_sum = i < count ? log_sums[(batch * a->heads + head) * rows + first + i] : INFINITY;
                     const int64_t lowest = first_key(a, first + i);
                     const int start = zero_before(p, begin, ends, lowest);
@@ -768,12 +771,12 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                         *(Floats *)(c + j) = slope;
                     }
                 }
-                product(ROWS, width, ends - begin, change + begin, keys, 1, plain + key_offset, width, output, width, 0);
+                product(ROWS, width, ends - begin, change + begin, stride, 1, plain + key_offset, width, output, width, 0);
                 for (int i = 0; i < count; ++i)
                     write_row(a, dq->at + ((first + i) * dq->row + batch * dq->batch + head * dq->head) * size, first + i,
                               output + i * width, 1, a->scale);
-                product(ends - begin, width, ROWS, change + begin, 1, keys, query, width, key_sum + key_offset, width, 1);
-                product(ends - begin, width, ROWS, chance + begin, 1, keys, gradient, width, value_sum + key_offset, width, 1);
+                product(ends - begin, width, ROWS, change + begin, 1, stride, query, width, key_sum + key_offset, width, 1);
+                product(ends - begin, width, ROWS, chance + begin, 1, stride, gradient, width, value_sum + key_offset, width, 1);
             }
         for (int row = 0; row < rows; ++row) {
             write_row(a, dk->at + (row * dk->row + batch * dk->batch + group * dk->head) * size, row, key_sum + (size_t)row * width, 1, LN_2);
