@@ -140,6 +140,7 @@ def examine_machine() -> Iterator[DoctorReport]:
     torch, finding = _torch()
     findings.append(finding)
     findings += _gpus(torch)
+    findings += _tensor_heap(torch)
     mpi, finding = _mpi()
     findings.append(finding)
     if mpi is None:
@@ -236,6 +237,22 @@ def _gpus(torch: ModuleType | None) -> list[DoctorFinding]:
         return [*findings, DoctorFinding("NCCL", "missing in this build of torch", remedy)]
     library = ".".join(map(str, torch.cuda.nccl.version()))
     return [*findings, DoctorFinding("NCCL", f"{library}, in torch")]
+
+
+def _tensor_heap(torch: ModuleType | None) -> list[DoctorFinding]:
+    """Return a finding that says whether CPU tensors get a heap of their own, as in a run without GPUs."""
+    if torch is None or _visible_gpus(torch):
+        return []
+    from hpctrain.host.c_libraries import CompilerError
+    from hpctrain.host.tensor_heap.tensor_heap import build_tensor_heap, malloc_variable
+
+    try:
+        build_tensor_heap()
+    except CompilerError as error:
+        remedy = "" if malloc_variable(os.environ) else "install g++ or clang++, or name a compiler in $CXX"
+        statement = f"tensors are allocated by malloc, which needs more memory: {error}"
+        return [DoctorFinding("tensor heap", statement, remedy)]
+    return [DoctorFinding("tensor heap", "compiled")]
 
 
 def _visible_gpus(torch: ModuleType | None) -> tuple[str, ...]:

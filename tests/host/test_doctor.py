@@ -77,3 +77,25 @@ def test_gpus_and_their_library_are_named(
     gpus, nccl = doctor._gpus(torch)
     assert gpus.statement == "rank 0 sees 2: Card A, Card B"
     assert remedy in nccl.remedy and bool(remedy) == bool(nccl.remedy)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "statement", "remedy"),
+    [
+        (
+            "CXX",
+            "nonexistent-compiler",
+            "no C++ compiler: nonexistent-compiler not found",
+            "install g++ or clang++",
+        ),
+        ("MALLOC_ARENA_MAX", "8", "$MALLOC_ARENA_MAX is set", ""),
+    ],
+)
+def test_a_machine_on_which_malloc_allocates_tensors_is_named(
+    variable: str, value: str, statement: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_visible_gpus", lambda _: ())
+    monkeypatch.setenv(variable, value)
+    (finding,) = doctor._tensor_heap(torch)
+    assert finding.statement.endswith(statement) and not finding.fatal
+    assert finding.remedy.startswith(remedy) and bool(finding.remedy) == bool(remedy)
