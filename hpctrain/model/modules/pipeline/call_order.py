@@ -227,6 +227,17 @@ HOST = torch.device("cpu")
 _SIDE_EFFECT = -1
 """Index that stands for tensors that a call makes besides its result."""
 
+_GUESSES: Mapping[Any, Callable[[Tensor], Any]] = {
+    torch.ops.aten._local_scalar_dense.default: lambda tensor: torch.zeros((), dtype=tensor.dtype).item(),
+    torch.ops.aten.nonzero.default: lambda tensor: torch.empty(
+        (tensor.numel(), tensor.dim()), dtype=torch.int64, device=META
+    ),
+}
+"""Results of operations that depend on values, used inside of watched modules, such as in loops over experts.
+
+Each pass compares the shapes of what is sent with those of the pass on "meta".
+"""
+
 Origin = CallResult | str
 """What a tensor is computed from: a call's result, or a parameter or buffer by its name."""
 
@@ -312,6 +323,9 @@ class _OrderTracer(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, operation: Any, _: Any, arguments: Any = (), keywords: Any = None) -> Any:
         keywords = keywords or {}
+        guess = _GUESSES.get(operation) if self.current_call is not None else None
+        if guess is not None and arguments[0].is_meta:
+            return guess(arguments[0])
         changed = {storage_key(tensor): tensor for tensor in _written_tensors(operation, arguments, keywords)}
         result = _run_operation(operation, arguments, keywords, list(changed.values()))
         inputs = {storage_key(tensor): tensor for tensor in tensors_of((arguments, keywords))}

@@ -216,6 +216,29 @@ def test_code_may_depend_on_values_of_inputs() -> None:
     assert [call.name for call in order(Chosen).calls][-1] == "head"
 
 
+class Routed(Rows):
+    """Blocks that run a loop over the experts that tokens have chosen."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            routed, made = super().forward(x), torch.zeros_like(x)
+            for expert in (nn.functional.one_hot(routed.argmax(-1), H).sum((0, 1)) > 0).nonzero():
+                if expert[0] == H:
+                    continue
+                samples, tokens = torch.where(routed.argmax(-1) == int(expert.item()))
+                made = made.index_put((samples, tokens), x[samples, tokens] + expert[0])
+            return made
+
+    def block(self, number: int) -> nn.Module:
+        return Routed.Block(H, H)
+
+
+def test_code_of_blocks_may_depend_on_values() -> None:
+    found = order(Routed)
+    assert gives(found, "layers.1") == [([2, 16, H], 6)]
+    assert found.parameters["layers.1.weight"] == {3}
+
+
 class Unknown(Rows):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
