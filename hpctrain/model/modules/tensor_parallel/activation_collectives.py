@@ -1,6 +1,6 @@
 """Autograd functions between split and complete activations, batch first [b, s, ...].
 
-Each function returns one tensor, and its backward pass makes the opposite exchange:
+The backward pass of each function makes the opposite exchange:
 
 | function | forward pass | backward pass |
 |---|---|---|
@@ -9,7 +9,10 @@ Each function returns one tensor, and its backward pass makes the opposite excha
 | `gather_sequence` | gathers slices of a sequence | this rank's slice of the gradient |
 | `split_features` | this rank's slice of the features | gathers the slices' gradients |
 | `gather_features` | gathers slices of the features | this rank's slice of the gradient |
-| `enter_split_pair` | no exchange | sums the ranks' gradients of two tensors |
+| `scatter_rows` | this rank's slice of the rows | gathers the slices' gradients |
+| `gather_rows` | gathers slices of the rows | this rank's slice of the gradient |
+| `enter_split_all` | no exchange | sums the ranks' gradients of several tensors |
+| `sum_gradient_of_last` | no exchange | sums the ranks' gradients of some features |
 | `sum_results` | sums the ranks' tensors | no exchange |
 
 All of them are collective over the tensor ranks, in both passes. Where a backward pass takes a slice, the
@@ -74,10 +77,36 @@ def gather_features(tensor: Group, x: Tensor, size: int) -> Tensor:
     return exchange(x, lambda x: _gather_features(tensor, x)[..., :size].contiguous(), local_slice)
 
 
-def enter_split_pair(layer_context: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two complete tensors for layers that are split. All ranks sum their gradients in this order."""
-    result: tuple[Tensor, Tensor] = _EnterSplitPair.apply(x, y, layer_context)
+def scatter_rows(tensor: Group, x: Tensor) -> Tensor:
+    """Return this rank's slice [n/t, ...] of a complete x [n, ...]."""
+    return exchange(
+        x, partial(_local_slice, tensor, 0), lambda gradient: tensor.all_gather(gradient.contiguous())
+    )
+
+
+def gather_rows(tensor: Group, x: Tensor) -> Tensor:
+    """Return the complete x [n, ...] from the ranks' slices [n/t, ...]."""
+    return exchange(x, lambda x: tensor.all_gather(x.contiguous()), partial(_local_slice, tensor, 0))
+
+
+def enter_split_all(layer_context: LayerContext, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return complete tensors for layers that are split. All ranks sum their gradients in this order."""
+    result: tuple[Tensor, ...] = _EnterSplitAll.apply(layer_context, *tensors)
     return result
+
+
+def sum_gradient_of_last(layer_context: LayerContext, features: int, x: Tensor) -> Tensor:
+    """Return a complete x [..., n] whose last features [..., n - features:] enter split layers.
+
+    The ranks sum the gradient of these features. That of the others is complete.
+    """
+
+    def sum_last(gradient: Tensor) -> Tensor:
+        result = _copy(gradient)
+        result[..., -features:] = layer_context.tensor_sum(_copy(gradient[..., -features:]))
+        return result
+
+    return exchange(x, lambda x: x.view_as(x), sum_last)
 
 
 def sum_results(tensor: Group, x: Tensor, *dependencies: Tensor) -> Tensor:
@@ -99,17 +128,17 @@ def transpose_sequence(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous()
 
 
-class _EnterSplitPair(torch.autograd.Function):
-    """Two inputs of a split layer: identity in forward, the sum over tensor ranks in backward."""
+class _EnterSplitAll(torch.autograd.Function):
+    """Inputs of a split layer: identity in forward, the sum over tensor ranks in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, layer_context: LayerContext) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, layer_context: LayerContext, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.layer_context = layer_context
-        return x.view_as(x), y.view_as(y)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *(ctx.layer_context.tensor_sum(_copy(gradient)) for gradient in gradients), None
+        return None, *(ctx.layer_context.tensor_sum(_copy(gradient)) for gradient in gradients)
 
 
 class _SumResults(torch.autograd.Function):

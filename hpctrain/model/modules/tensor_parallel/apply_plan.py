@@ -19,7 +19,7 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import (
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan
 from hpctrain.model.modules.tensor_parallel.split_styles import GatheredInput
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Partition, Shard, split_shard
+from hpctrain.parallel.shards import Parameter, Partition, Shard, split_shard
 from hpctrain.parallel.vocabulary import vocabulary_shard
 
 
@@ -100,6 +100,11 @@ class ModuleSplit:
         part = self.module.get_submodule(name)
         set_forward(part, partial(_call_with_changed_input, change, part.forward))
 
+    def change_output(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Make later calls of a submodule change the tensor that it returns by a function."""
+        part = self.module.get_submodule(name)
+        part.register_forward_hook(lambda _module, _arguments, output: change(output))
+
     def replace(self, old: nn.Module, by: nn.Module) -> None:
         """Replace a submodule under all names that it has."""
         for parent in list(self.module.modules()):
@@ -123,15 +128,26 @@ class ModuleSplit:
             transposed: True if the parameter is the transpose of the matrix that the shard describes.
         """
         original = old.get_parameter(attribute)
-        if has_gradient_hooks(original):
-            raise HpctrainError(
-                f"model.plan: {shard.name}: has gradient hooks, which are unsupported for split parameters "
-                "(leave it out of the plan)"
-            )
+        self._require_no_hooks(original, shard.name)
         if transposed:
             shape, start, local = shard.shape[::-1], shard.start[::-1], shard.local[::-1]
             shard = replace(shard, shape=shape, start=start, local=local)
         return replacement(LayerGradientParameter, original, shard)
+
+    def replace_parameter(self, name: str, shard: Shard) -> None:
+        """Replace a parameter, by its only name, by this rank's piece, which its submodule computes with."""
+        original = self.module.get_parameter(name)
+        self._require_no_hooks(original, name)
+        parent, _, attribute = name.rpartition(".")
+        setattr(self.module.get_submodule(parent), attribute, replacement(Parameter, original, shard))
+
+    def _require_no_hooks(self, original: nn.Parameter, name: str) -> None:
+        """Raise HpctrainError if a parameter has gradient hooks, which split parameters cannot have."""
+        if has_gradient_hooks(original):
+            raise HpctrainError(
+                f"model.plan: {name}: has gradient hooks, which are unsupported for split parameters "
+                "(leave it out of the plan)"
+            )
 
     def replace_biases(self, old: nn.Module, rows: Partition | None = None) -> list[LayerGradientParameter]:
         """Create the parameter that replaces a layer's bias on this rank.

@@ -221,6 +221,7 @@ class BatchFirstRowLinear(ReplacementLinear):
         biases: The complete bias, or none.
         linear: Sizes of the module's layer.
         splits_input: True if inputs have all features.
+        splits_output: True if the layer returns this rank's features alone.
     """
 
     split = "inputs"
@@ -233,12 +234,15 @@ class BatchFirstRowLinear(ReplacementLinear):
         biases: Sequence[LayerGradientParameter],
         linear: LinearSizes,
         splits_input: bool,
+        splits_output: bool,
     ) -> None:
         super().__init__(layer_context, weights, biases, linear)
-        self.splits_input = splits_input
+        self.splits_input, self.splits_output = splits_input, splits_output
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' products, [b, s, n], or [b, s/t, n] under sequence parallelism.
+
+        With `splits_output` it is [b, s, n/t].
 
         Args:
             x: Input [b, s, k/t], or [b, s, k] with `splits_input`.
@@ -248,8 +252,9 @@ class BatchFirstRowLinear(ReplacementLinear):
         if self.splits_input:
             features, hint = self.linear.inputs, 'use "row" for split features'
         _require_features(self, x, features, "row", hint)
-        local = split_features(self.layer_context.tensor, x) if self.splits_input else x
-        return self.run_batch_first(super().forward, local)
+        tensor = self.layer_context.tensor
+        y = self.run_batch_first(super().forward, split_features(tensor, x) if self.splits_input else x)
+        return split_features(tensor, y) if self.splits_output else y
 
 
 def _require_features(layer: SplitLinear, x: Tensor, features: int, style: str, hint: str) -> None:

@@ -8,16 +8,18 @@ from typing import Any
 
 from torch import nn
 
+from hpctrain.model.modules.tensor_parallel.expert_styles import SummedResult
 from hpctrain.model.modules.tensor_parallel.module_names import ModuleNames
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LinearSizes
 from hpctrain.model.modules.tensor_parallel.split_styles import (
     STYLES,
     GatheredInput,
+    PartialGradient,
     SlicedSequence,
-    SplitExperts,
-    SplitStyle,
+    SplitParameter,
     Vocabulary,
 )
+from hpctrain.model.modules.tensor_parallel.style_base import SplitStyle
 from hpctrain.text import either, nearest
 
 
@@ -89,14 +91,19 @@ def check_plan(
         *_overlap_problems(names, plan),
         *_tied_problems(names, plan),
         *_nested_gather_problems(plan),
+        *_summed_problems(names, plan),
     ]
     heads = [name for name in plan.names_with_style(Vocabulary) if LinearSizes.of(names.modules[name])]
     if len(heads) > 1:
         problems.append(
             f'{" and ".join(heads)} both have the style "vocabulary", but only one layer computes the logits'
         )
-    if sequence_parallel and (experts := plan.names_with_style(SplitExperts)):
-        problems.append(f'{experts[0]} has the style "expert", which conflicts with layout.sequence_parallel')
+    if sequence_parallel:
+        conflicts = {style.name: name for name, style in styles.items() if style.has_whole_sequences}
+        problems += [
+            f'{name} has the style "{style}", which conflicts with layout.sequence_parallel'
+            for style, name in conflicts.items()
+        ]
     embeds = set(plan.names_with_style(Vocabulary)) - set(heads)
     if sequence_parallel and not embeds and not plan.names_with_style(SlicedSequence):
         problems.append(
@@ -174,9 +181,20 @@ def _wraps_head(names: ModuleNames, styles: Mapping[str, SplitStyle], outer: str
 
 
 def _nested_gather_problems(plan: SplitPlan) -> Iterator[str]:
-    """Yield parts with the style "gather" inside others."""
+    """Yield parts inside of others with the style "gather" whose own style does not allow that."""
     gathered = plan.names_with_style(GatheredInput)
-    for name in gathered:
+    for name, style in plan.styles.items():
         for outer in gathered:
-            if name.startswith(f"{outer}."):
+            if name.startswith(f"{outer}.") and not style.may_be_gathered:
                 yield f"{name} is inside {outer}, which is already gathered"
+
+
+def _summed_problems(names: ModuleNames, plan: SplitPlan) -> Iterator[str]:
+    """Yield parameters and submodules inside of others with the style "sum" that would be summed twice."""
+    for outer in plan.names_with_style(SummedResult):
+        parameters = (names.first[id(each)] for each in names.modules[outer].parameters())
+        parts = (name for name in plan.styles if name.startswith(f"{outer}."))
+        for name in dict.fromkeys((*parameters, *parts)):
+            if not isinstance(plan.styles.get(name), SplitParameter | PartialGradient):
+                inside = f'{name} is inside {outer}, which has the style "sum"'
+                yield f'{inside}, and must have the style "split parameter" or "partial"'

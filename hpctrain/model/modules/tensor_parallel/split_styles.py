@@ -9,9 +9,14 @@ applied to (`problems`), and how it changes the module (`apply`).
 | `GatheredColumn` | gathered column | linear layer | rows of the weight; outputs are gathered |
 | `Row` | row | linear layer | columns of the weight; outputs are summed |
 | `RowOfAllFeatures` | row of whole input | linear layer | as `Row`, for complete inputs |
+| `RowWithSplitOutput` | row with split output | linear layer | as `Row`; some features of the sum |
 | `Vocabulary` | vocabulary | embedding, output layer | rows of the table, which both may share |
 | `SplitExperts` | expert | experts of `transformers` | some of the experts; outputs are summed |
+| `SplitSortedExperts` | sorted expert | experts of Llama 4 | some of the experts; outputs are gathered |
+| `SplitParameter` | split parameter | parameter of a submodule | a slice along one dim, as of sinks |
+| `SummedResult` | sum | submodule with such parameters | outputs are summed |
 | `PartialGradient` | partial | unsplit parameters | all, with a part of the gradient |
+| `PartialFeatures` | partial features | unsplit submodule | its last outputs have a part of the gradient |
 | `SequenceGradient` | sequence | unsplit parameters | the same under sequence parallelism alone |
 | `GatheredInput` | gather | submodule with split layers | its input is gathered once, its gradient summed |
 | `SlicedSequence` | cut | submodule | a slice of sequences is taken before it |
@@ -21,77 +26,39 @@ applied to (`problems`), and how it changes the module (`apply`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.tensor_parallel.activation_collectives import (
     enter_split,
-    enter_split_pair,
     gather_sequence,
     scatter_sequence,
-    sum_results,
+    sum_gradient_of_last,
+)
+from hpctrain.model.modules.tensor_parallel.expert_styles import (
+    SplitExperts,
+    SplitSortedExperts,
+    SummedResult,
 )
 from hpctrain.model.modules.tensor_parallel.module_names import ModuleNames, matches_pattern
 from hpctrain.model.modules.tensor_parallel.parallel_layers import (
     BatchFirstColumnLinear,
     BatchFirstRowLinear,
     LinearSizes,
-    replacement,
     split_embedding,
 )
-from hpctrain.parallel.shards import Parameter, Partition, split_shard
+from hpctrain.model.modules.tensor_parallel.style_base import SplitStyle
+from hpctrain.parallel.shards import Partition, split_shard
 
 if TYPE_CHECKING:
     from hpctrain.model.modules.tensor_parallel.apply_plan import ModuleSplit
-
-
-@dataclass(frozen=True)
-class SplitStyle(ABC):
-    """Style of one submodule, parameter or attribute of a module. Its fields are the options of the style.
-
-    Attributes:
-        name: Name in `model.plan`.
-        options: Options that a plan may set.
-        covers_parameters: True if the style says how the part's parameters are held. No other style may then
-            apply to these parameters.
-        splits_parameters: True if ranks hold pieces of the part's parameters.
-    """
-
-    name: ClassVar[str]
-    options: ClassVar[tuple[str, ...]] = ()
-    covers_parameters: ClassVar[bool] = False
-    splits_parameters: ClassVar[bool] = False
-
-    def matching(self, names: ModuleNames, pattern: str) -> list[str]:
-        """Return the first names of all parts that match a pattern and that the style may apply to."""
-        return names.matching(pattern)
-
-    def no_match_message(self, names: ModuleNames, pattern: str) -> str:
-        """Return the message that nothing matches a pattern."""
-        return names.no_match_message(pattern)
-
-    def problems(self, names: ModuleNames, name: str, ranks: int) -> Iterator[str]:
-        """Yield the reasons why the style cannot be applied to a part, by its name, on so many ranks."""
-        part = names.modules.get(name)
-        if part is None:
-            yield f'{name} is a parameter, for which only "partial" and "sequence" are supported'
-        else:
-            yield from self._module_problems(part, name, ranks)
-
-    def _module_problems(self, part: nn.Module, name: str, ranks: int) -> Iterator[str]:  # noqa: ARG002
-        yield from ()
-
-    @abstractmethod
-    def apply(self, split: ModuleSplit, name: str) -> None:
-        """Change the part with this name in the module that is split."""
 
 
 class LinearStyle(SplitStyle):
@@ -192,11 +159,14 @@ class Row(LinearStyle):
 
     name = "row"
     splits_input: ClassVar[bool] = False
+    splits_output: ClassVar[bool] = False
 
     @override
     def _size_problems(self, linear: LinearSizes, name: str, ranks: int) -> Iterator[str]:
         if linear.inputs % ranks:
             yield f"{name} has {linear.inputs} inputs, which must be a multiple of layout.tensor = {ranks}"
+        if self.splits_output and linear.outputs % ranks:
+            yield f"{name} has {linear.outputs} outputs, which must be a multiple of layout.tensor = {ranks}"
 
     @override
     def _layer(self, split: ModuleSplit, name: str, old: nn.Module, linear: LinearSizes) -> nn.Module:
@@ -205,7 +175,7 @@ class Row(LinearStyle):
         shard = split_shard(split.parameter_name(old, "weight"), columns, linear.outputs)
         weights = [split.parameter(old, "weight", shard, not linear.transposed)]
         return BatchFirstRowLinear(
-            layer_context, weights, split.replace_biases(old), linear, self.splits_input
+            layer_context, weights, split.replace_biases(old), linear, self.splits_input, self.splits_output
         )
 
 
@@ -213,6 +183,12 @@ class RowOfAllFeatures(Row):
     """Row whose input has all features. The layer itself takes those of the rank."""
 
     name, splits_input = "row of whole input", True
+
+
+class RowWithSplitOutput(Row):
+    """Row of whose summed outputs each rank continues with some features."""
+
+    name, splits_output, has_whole_sequences = "row with split output", True, True
 
 
 class Vocabulary(SplitStyle):
@@ -269,54 +245,6 @@ def _lookup_problem(module: nn.Module) -> str:
     return ""
 
 
-class SplitExperts(SplitStyle):
-    """Experts of `transformers` in tensors [experts, ...], with some experts on each rank.
-
-    Each rank computes its experts' terms of the result for all tokens. The ranks sum them. With
-    `_is_expert_parallel`, a module of `transformers` skips tokens whose expert has an index above its own.
-    """
-
-    name = "expert"
-    covers_parameters = splits_parameters = True
-
-    @override
-    def _module_problems(self, part: nn.Module, name: str, ranks: int) -> Iterator[str]:
-        count = getattr(part, "num_experts", None)
-        if (
-            not hasattr(part, "_is_expert_parallel")
-            or not isinstance(count, int)
-            or not all(parameter.shape[0] == count for parameter in part.parameters())
-        ):
-            remedy = 'use "column" and "row" for experts that are separate layers'
-            yield (
-                f'{name} has the class {type(part).__name__}, for which "expert" is unsupported (it supports '
-                f"experts of `transformers` in one tensor; {remedy})"
-            )
-        elif count % ranks:
-            yield f"{name} has {count} experts, which must be a multiple of layout.tensor = {ranks}"
-
-    @override
-    def apply(self, split: ModuleSplit, name: str) -> None:
-        part: Any = split.module.get_submodule(name)
-        layer_context, tensor = split.context_of(name), split.layer_context.tensor
-        rows, forward = Partition.split(part.num_experts, tensor), part.forward
-        for attribute, original in list(part.named_parameters(recurse=False)):
-            shard = split_shard(split.names[original], rows, *original.shape[1:])
-            setattr(part, attribute, replacement(Parameter, original, shard))
-        part.num_experts, part._is_expert_parallel = rows.local, True
-
-        def sum_of_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            """Return the sum of all ranks' experts for tokens [n, h], with experts and weights [n, k]."""
-            hidden, weights = enter_split_pair(layer_context, hidden_states, top_k_weights)
-            local = top_k_index - rows.start
-            remote = (local < 0) | (local >= rows.local)
-            result = forward(hidden, local.masked_fill(remote, rows.local), weights.masked_fill(remote, 0.0))
-            # Backward reaches all of these on ranks without a token, too, so that all sum in one order.
-            return sum_results(tensor, result, hidden, weights, *part.parameters())
-
-        set_forward(part, sum_of_experts)
-
-
 class PartialGradient(SplitStyle):
     """Parameters that each rank holds completely, with a part of the gradient."""
 
@@ -337,6 +265,72 @@ class PartialGradient(SplitStyle):
             split.partial.add(split.module.get_parameter(name))
 
 
+@dataclass(frozen=True)
+class PartialFeatures(SplitStyle):
+    """Unsplit submodule whose last outputs enter split heads directly, not by a split layer.
+
+    An example is the projection of compressed keys and values in latent attention: all heads share its last
+    features. Each rank computes the gradient of its own heads there. The ranks sum these gradients.
+
+    Attributes:
+        features: Number of these outputs.
+    """
+
+    name = "partial features"
+    options = ("features",)
+    has_whole_sequences, may_be_gathered = True, False
+
+    features: int = 0
+
+    @override
+    def _module_problems(self, part: nn.Module, name: str, ranks: int) -> Iterator[str]:
+        linear = LinearSizes.of(part)
+        if not self.features:
+            yield f'{name} requires the option features of "{self.name}", a number of outputs'
+        elif linear is not None and self.features > linear.outputs:
+            yield f"{name} has {linear.outputs} outputs, fewer than features = {self.features}"
+
+    @override
+    def apply(self, split: ModuleSplit, name: str) -> None:
+        split.change_output(name, partial(sum_gradient_of_last, split.layer_context, self.features))
+
+
+@dataclass(frozen=True)
+class SplitParameter(SplitStyle):
+    """Parameter of a submodule that computes with it itself, such as a value for each head.
+
+    Attributes:
+        dim: Dim of which each rank holds a slice.
+    """
+
+    name = "split parameter"
+    options = ("dim",)
+    covers_parameters = splits_parameters = True
+
+    dim: int = 0
+
+    @override
+    def problems(self, names: ModuleNames, name: str, ranks: int) -> Iterator[str]:
+        parameter = names.parameters.get(name)
+        if parameter is None:
+            remedy = "use the name of a parameter"
+            yield f'{name} is a submodule, for which "{self.name}" is unsupported ({remedy})'
+        elif self.dim >= parameter.dim():
+            yield f"{name} has {parameter.dim()} dims, so dim = {self.dim} does not exist"
+        elif parameter.shape[self.dim] % ranks:
+            size = f"size {parameter.shape[self.dim]} in dim {self.dim}"
+            yield f"{name} has the {size}, which must be a multiple of layout.tensor = {ranks}"
+        other = next((n for n, each in names.parameters.items() if each is parameter and n != name), None)
+        if other:
+            yield f'{name} and {other} are one parameter, for which "{self.name}" is unsupported'
+
+    @override
+    def apply(self, split: ModuleSplit, name: str) -> None:
+        shape = split.module.get_parameter(name).shape
+        piece = Partition.split(shape[self.dim], split.layer_context.tensor)
+        split.replace_parameter(name, split_shard(name, *shape[: self.dim], piece, *shape[self.dim + 1 :]))
+
+
 class SequenceGradient(PartialGradient):
     """Parameters that, with sequence parallelism, each rank applies to its slice of sequences."""
 
@@ -352,6 +346,7 @@ class GatheredInput(SplitStyle):
     """Submodule whose input is gathered once for all split layers inside of it."""
 
     name = "gather"
+    may_be_gathered = False
 
     @override
     def apply(self, split: ModuleSplit, name: str) -> None:
@@ -483,8 +478,10 @@ def _find_attribute(module: nn.Module, name: str) -> _AttributePlace | None:
 STYLES: Mapping[str, type[SplitStyle]] = {
     style.name: style
     for style in (
-        *(Column, Row, GatheredColumn, RowOfAllFeatures, Vocabulary, PartialGradient, SequenceGradient),
-        *(GatheredInput, SlicedSequence, GatheredSequence, DividedAttribute, SplitExperts),
+        *(Column, Row, GatheredColumn, RowOfAllFeatures, RowWithSplitOutput, Vocabulary),
+        *(SplitParameter, PartialGradient, PartialFeatures, SequenceGradient, GatheredInput),
+        *(SlicedSequence, GatheredSequence, DividedAttribute),
+        *(SplitExperts, SplitSortedExperts, SummedResult),
     )
 }
 """All styles by their name in `model.plan`."""

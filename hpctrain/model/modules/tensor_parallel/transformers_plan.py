@@ -6,6 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from hpctrain.model.modules.tensor_parallel.expert_styles import (
+    SplitExperts,
+    SplitSortedExperts,
+    SummedResult,
+)
 from hpctrain.model.modules.tensor_parallel.module_names import matches_pattern
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LinearSizes
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, check_plan
@@ -13,18 +18,20 @@ from hpctrain.model.modules.tensor_parallel.split_styles import (
     Column,
     DividedAttribute,
     GatheredColumn,
+    PartialFeatures,
     PartialGradient,
     Row,
     RowOfAllFeatures,
-    SplitExperts,
-    SplitStyle,
+    RowWithSplitOutput,
+    SplitParameter,
     Vocabulary,
 )
+from hpctrain.model.modules.tensor_parallel.style_base import SplitStyle
 
 MODEL_PLAN = "its own"
 """Value of `model.plan` for the plan that a model has itself."""
 
-_STYLES: Mapping[str, type[SplitStyle]] = {
+_LAYER_STYLES: Mapping[str, type[SplitStyle]] = {
     "colwise": Column,
     "rowwise": Row,
     "colwise_gather_output": GatheredColumn,
@@ -35,10 +42,31 @@ _STYLES: Mapping[str, type[SplitStyle]] = {
     "packed_colwise": Column,
     "replicated_with_grad_allreduce": PartialGradient,
     "moe_tp_experts": SplitExperts,
+    "mla_kv_a_proj": PartialFeatures,
+    "all_reduce": SummedResult,
 }
-_REPLICATED = frozenset({"replicate", "replicated"})
+"""Style of a submodule, by its style in `transformers`."""
+
+_SPLIT_DIMS: Mapping[str, int] = {"colwise": -2, "rowwise": -1}
+"""Dim of a parameter without a layer that ranks split, by its style in `transformers`."""
+
+_UNSPLIT = frozenset({"replicate", "replicated", "local_params"})
+"""Styles in `transformers` of parts that each rank has completely, or that have only other parts split."""
+
+_CORRECTIONS: Mapping[str, Mapping[str, SplitStyle]] = {
+    "DogeForCausalLM": {
+        "model.layers.*.self_attn.A": SplitParameter(),
+        "model.layers.*.self_attn.dt_proj": RowWithSplitOutput(),
+        "model.layers.*.self_attn.[qk]_norm": PartialGradient(),
+    },
+}
+"""Styles that plans of `transformers` lack, or in whose place they have wrong ones, by class and pattern."""
+
+_ROTARY_SIZE = "qk_rope_head_dim"
+"""Attribute of latent attention: number of features of keys with positions, which all heads share."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
+_VALUE_SIZE = "v_head_dim"
 _HEAD_GROUPS = "num_key_value_groups"
 
 
@@ -64,41 +92,64 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
     parameters = dict(module.named_parameters())
     styles: dict[str, SplitStyle] = {}
     problems: list[str] = []
-    experts = [pattern for pattern, style in model_plan.items() if _STYLES.get(style) is SplitExperts]
+    experts = [pattern for pattern, style in model_plan.items() if _LAYER_STYLES.get(style) is SplitExperts]
     for pattern, style in model_plan.items():
         if pattern.rpartition(".")[0] in experts:
             continue  # such plans split each expert; here each expert is on one rank
         # Patterns for other configurations of the same class match nothing here.
         names = [name for name in (*modules, *parameters) if matches_pattern(pattern, name)]
-        if not names or style in _REPLICATED:
-            continue
-        if style not in _STYLES:
-            problems.append(f'{kind} has the unsupported style "{style}" for {pattern} in its plan')
+        if not names or style in _UNSPLIT:
             continue
         for name in names:
-            styles[name] = _make_style(module, modules, name, _STYLES[style], style.startswith("packed"))
+            if name in parameters:
+                made = _parameter_style(parameters[name], style)
+            else:
+                made = _module_style(module, modules, name, style)
+            if made is None:
+                problems.append(f'{kind} has the unsupported style "{style}" for {pattern} in its plan')
+                break
+            styles[name] = made
+    for pattern, correction in _CORRECTIONS.get(kind, {}).items():
+        names = [name for name in (*modules, *parameters) if matches_pattern(pattern, name)]
+        styles |= dict.fromkeys(names, correction)
     if not problems:
         styles |= dict(_implied_styles(styles, modules, ranks))
+        problems += _latent_problems(styles, modules, ranks)
     return check_plan(module, styles, ranks, sequence_parallel, problems)
 
 
-def _make_style(
-    module: nn.Module, modules: Mapping[str, nn.Module], name: str, style: type[SplitStyle], packed: bool
-) -> SplitStyle:
-    """Return the style of one part. Logits stay split, and attention heads are not divided."""
-    part = modules.get(name)
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    if style is GatheredColumn and part is head:
-        return Vocabulary()
-    if style is not Column or part is None or (linear := LinearSizes.of(part)) is None:
-        return style()
+def _parameter_style(parameter: nn.Parameter, style: str) -> SplitStyle | None:
+    """Return the style of a parameter that no layer has, or None if it is unsupported."""
+    if _LAYER_STYLES.get(style) is PartialGradient:
+        return PartialGradient()
+    dim = _SPLIT_DIMS.get(style)
+    return None if dim is None else SplitParameter(max(parameter.dim() + dim, 0))
+
+
+def _module_style(
+    module: nn.Module, modules: Mapping[str, nn.Module], name: str, style: str
+) -> SplitStyle | None:
+    """Return the style of a submodule, or None if it is unsupported.
+
+    Logits stay split, and attention heads are not divided.
+    """
+    kind, part = _LAYER_STYLES.get(style), modules[name]
     parent, _, last = name.rpartition(".")
-    sizes = (getattr(modules.get(parent), each, None) for each in _HEAD_SIZES)
+    if kind is PartialFeatures:
+        return PartialFeatures(getattr(modules.get(parent), _ROTARY_SIZE, 0))
+    if kind is SplitExperts and SplitSortedExperts.supports_call(part):
+        return SplitSortedExperts()
+    if kind is GatheredColumn and part is getattr(module, "get_output_embeddings", lambda: None)():
+        return Vocabulary()
+    if kind is not Column or (linear := LinearSizes.of(part)) is None:
+        return None if kind is None else kind()
+    attributes = (_VALUE_SIZE, *_HEAD_SIZES) if last == "v_proj" else _HEAD_SIZES
+    sizes = (getattr(modules.get(parent), each, None) for each in attributes)
     size = next((each for each in sizes if isinstance(each, int)), None)
     if size is not None and "query_key_value" in last:
         size *= 3  # query, key and value of a head are adjacent
     unit = size if size is not None and linear.outputs % size == 0 else None
-    return Column(parts=2 if packed else 1, unit=unit)
+    return Column(parts=2 if style == "packed_colwise" else 1, unit=unit)
 
 
 def _implied_styles(
@@ -107,8 +158,8 @@ def _implied_styles(
     """Yield styles of parts that plans of `transformers` do not name, but that follow from other parts.
 
     These are embeddings that share the matrix of a split head; the number of query heads of each key head, if
-    ranks share key heads; and activations with parameters before split layers, whose gradients are those of a
-    rank's part of the features.
+    ranks share key heads; queries of latent attention that are not compressed; and activations with
+    parameters before split layers, whose gradients are those of a rank's part of the features.
     """
     heads = (name for name, style in styles.items() if isinstance(style, Vocabulary))
     tables = [getattr(modules[name], "weight", None) for name in heads]
@@ -124,7 +175,20 @@ def _implied_styles(
             units = linear.outputs // style.unit
             if units < ranks and isinstance(getattr(modules[parent], _HEAD_GROUPS, None), int):
                 yield f"{parent}.{_HEAD_GROUPS}", DividedAttribute(units=units)
+        queries = f"{parent}.q_proj"
+        if isinstance(style, PartialFeatures) and queries in modules and queries not in styles:
+            yield queries, Column()
         activation = f"{parent}.act_fn"
         parameters = [*modules[activation].parameters()] if activation in modules else []
         if type(style) is Row and parameters and activation not in styles:
             yield activation, PartialGradient()
+
+
+def _latent_problems(
+    styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module], ranks: int
+) -> Iterator[str]:
+    """Yield latent attention whose heads the ranks cannot split."""
+    for parent in (name.rpartition(".")[0] for name in styles if isinstance(styles[name], PartialFeatures)):
+        heads = getattr(modules.get(parent), "num_heads", None)
+        if isinstance(heads, int) and heads % ranks:
+            yield f"{parent} has {heads} heads, which must be a multiple of layout.tensor = {ranks}"
