@@ -154,6 +154,94 @@ def twice(hidden: int = 16, dropout: float = 0.0) -> nn.Module:
     return Twice(hidden, dropout)
 
 
+class LatentAttention(nn.Module):
+    """Attention whose heads share a part of their keys, with a sink for each head and a decay of its values.
+
+    The decay of a head is computed from the values of all heads.
+    """
+
+    def __init__(self, hidden: int, heads: int, size: int) -> None:
+        super().__init__()
+        self.size, self.shared = size, size // 2
+        self.queries = nn.Linear(hidden, heads * size)
+        self.compressed = nn.Linear(hidden, hidden // 2 + self.shared)
+        self.expanded = nn.Linear(hidden // 2, heads * (size - self.shared + size))
+        self.decays = nn.Linear(heads * size, heads)
+        self.sinks = nn.Parameter(torch.randn(heads))
+        self.out = nn.Linear(heads * size, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        queries = self.queries(x).view(b, s, -1, self.size).transpose(1, 2)
+        latent, shared = self.compressed(x).split(
+            [self.compressed.out_features - self.shared, self.shared], -1
+        )
+        expanded = self.expanded(latent).view(b, s, queries.shape[1], -1).transpose(1, 2)
+        keys, values = expanded.split([self.size - self.shared, self.size], -1)
+        keys = torch.cat([keys, shared[:, None].expand(-1, keys.shape[1], -1, -1)], -1)
+        decays = torch.sigmoid(self.decays(values.transpose(1, 2).flatten(2))).transpose(1, 2)
+        scores = queries @ keys.transpose(2, 3) + torch.full((s, s), -torch.inf).triu(1).to(x)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(b, -1, s, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return self.out((weights @ (values * decays[..., None])).transpose(1, 2).flatten(2))
+
+
+class SortedExperts(nn.Module):
+    """Experts in tensors [experts, ...] that take rows [experts * n, hidden] in their order."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.randn(experts, hidden, 2 * hidden) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 2 * hidden, hidden) * 0.2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        of_experts = rows.view(self.up.shape[0], -1, rows.shape[-1])
+        return (functional.gelu(of_experts @ self.up) @ self.down).view_as(rows)
+
+
+class SharedExperts(nn.Module):
+    """Experts of all tokens, each with a weight, whose features ranks can split."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, hidden) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, hidden, 2 * hidden) * 0.2)
+        self.slope = nn.Parameter(torch.ones(()) * 0.7)
+
+    def forward(self, x: Tensor, *, gates: dict[str, Tensor]) -> tuple[Tensor]:
+        up = torch.einsum("bsh,enh->ebsn", x, self.up)
+        active = functional.silu(up * self.slope) * gates["experts"].movedim(-1, 0)[..., None]
+        return (torch.einsum("ebsn,ehn->bsh", active, self.down),)
+
+
+class Latent(nn.Module):
+    """Latent attention, and a sum of sorted experts and of shared experts."""
+
+    def __init__(self, hidden: int, heads: int, experts: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden)
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = LatentAttention(hidden, heads, 8)
+        self.router = nn.Linear(hidden, 2 * experts)
+        self.experts = SortedExperts(hidden, experts)
+        self.shared = SharedExperts(hidden, experts)
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        gates, scores = torch.sigmoid(self.router(y)).chunk(2, -1)
+        rows = (y * scores.movedim(-1, 0)[..., None]).reshape(-1, y.shape[-1])
+        x = x + self.experts(rows).view(-1, *y.shape).sum(0) + self.shared(y, gates={"experts": gates})[0]
+        return self.head(x)
+
+
+def latent(hidden: int = 16, heads: int = 4, experts: int = 4) -> nn.Module:
+    return Latent(hidden, heads, experts)
+
+
 class Branching(nn.Module):
     """Module whose forward pass depends on the values that it computes."""
 

@@ -1,8 +1,8 @@
 """Modules that are split over tensor ranks take the steps of a plain loop on one process.
 
 Also model/modules/module_layers.py, losses of split logits in objective/module_loss.py, and
-model/modules/tensor_parallel/parallel_layers.py, model/modules/tensor_parallel/activation_collectives.py and
-model/modules/tensor_parallel/transformers_plan.py.
+model/modules/tensor_parallel/parallel_layers.py, model/modules/tensor_parallel/activation_collectives.py,
+model/modules/tensor_parallel/expert_styles.py and model/modules/tensor_parallel/transformers_plan.py.
 """
 
 from __future__ import annotations
@@ -145,6 +145,21 @@ TWICE_PLAN = {
     "mix": "gathered column",
     "back": "row of whole input",
 }
+LATENT_PLAN = {
+    "embed": "vocabulary",
+    "head": "vocabulary",
+    "attention.queries": {"split": "column", "unit": 8},
+    "attention.compressed": {"split": "partial features", "features": 4},
+    "attention.expanded": {"split": "column", "unit": 12},
+    "attention.decays": "row with split output",
+    "attention.sinks": "split parameter",
+    "attention.out": "row",
+    "experts": "sorted expert",
+    "shared": "sum",
+    "shared.up": {"split": "split parameter", "dim": 1},
+    "shared.down": {"split": "split parameter", "dim": 2},
+    "shared.slope": "partial",
+}
 
 KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "gpt": (f"{MODELS}:gpt", "layers.*", {"layers": 2}, GPT_PLAN),
@@ -176,6 +191,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         OWN_PLAN,
     ),
     "twice": (f"{MODELS}:twice", "up", {"hidden": 16}, TWICE_PLAN),
+    "latent": (f"{MODELS}:latent", "attention", {"hidden": 16}, LATENT_PLAN),
     "gemma2": (
         "transformers:Gemma2ForCausalLM",
         "model.layers.*",
@@ -191,7 +207,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
 }
 TENSOR = ("layout.tensor=2",)
 PIECES = (*TENSOR, "layout.sequence_parallel=true")
-NO_PIECES = OWN_PLAN, OPT_PLAN
+NO_PIECES = OWN_PLAN, OPT_PLAN, LATENT_PLAN
 
 
 def deck_of(kind: str, *overrides: str, plan: Any = None) -> Deck:
@@ -255,7 +271,9 @@ def assert_equal_steps(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("kind", ["gpt", "tied", "experts", "twice", "gemma3"])  # others: test_stock.py
+@pytest.mark.parametrize(
+    "kind", ["gpt", "tied", "experts", "twice", "gemma3", "latent"]
+)  # others: test_stock.py
 def test_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
     assert_equal_steps(world, deck_of(kind, *TENSOR))
 
