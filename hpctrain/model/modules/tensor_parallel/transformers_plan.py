@@ -136,7 +136,8 @@ def _module_style(
     kind, part = _LAYER_STYLES.get(style), modules[name]
     parent, _, last = name.rpartition(".")
     if kind is PartialFeatures:
-        return PartialFeatures(getattr(modules.get(parent), _ROTARY_SIZE, 0))
+        shared = getattr(modules.get(parent), _ROTARY_SIZE, None)
+        return None if shared is None else PartialFeatures(shared)
     if kind is SplitExperts and SplitSortedExperts.supports_call(part):
         return SplitSortedExperts()
     if kind is GatheredColumn and part is getattr(module, "get_output_embeddings", lambda: None)():

@@ -1,6 +1,7 @@
 """Plans that split a module over tensor ranks: what patterns match, and refused plans.
 
-Also model/modules/tensor_parallel/split_styles.py and model/modules/tensor_parallel/transformers_plan.py.
+Also model/modules/tensor_parallel/split_styles.py, model/modules/tensor_parallel/expert_styles.py and
+model/modules/tensor_parallel/transformers_plan.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_pl
 from hpctrain.model.modules.tensor_parallel.split_styles import (
     Column,
     DividedAttribute,
+    PartialFeatures,
     PartialGradient,
     Row,
+    RowWithSplitOutput,
     SplitExperts,
+    SplitParameter,
+    SplitSortedExperts,
+    SummedResult,
     Vocabulary,
 )
 from hpctrain.model.modules.tensor_parallel.transformers_plan import transformers_plan
@@ -146,10 +152,51 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "parameter": (
         {"mine.weight": "column"},
-        'mine.weight is a parameter, for which only "partial" and "sequence"',
+        'mine.weight is a parameter, for which only "partial", "sequence" and "split parameter" are',
     ),
     "two heads": ({"tied": "vocabulary", "odd": "vocabulary", "scaled": "vocabulary"}, "only one layer"),
     "no parameters": ({"act": "sequence"}, 'act has no parameters, which "sequence" requires'),
+    "no features": ({"odd": "partial features"}, 'odd requires the option features of "partial features"'),
+    "features": (
+        {"odd": {"split": "partial features", "features": 6}},
+        "odd has 5 outputs, fewer than features = 6",
+    ),
+    "gathered features": (
+        {"outer": "gather", "outer.0.0": {"split": "partial features", "features": 2}},
+        "outer.0.0 is inside outer, which is already gathered",
+    ),
+    "submodule": (
+        {"odd": "split parameter"},
+        'odd is a submodule, for which "split parameter" is unsupported (use the name of a parameter)',
+    ),
+    "dim": (
+        {"odd.bias": {"split": "split parameter", "dim": 1}},
+        "odd.bias has 1 dims, so dim = 1 does not exist",
+    ),
+    "size": (
+        {"odd.weight": {"split": "split parameter", "dim": 1}},
+        "odd.weight has the size 3 in dim 1, which must be a multiple of layout.tensor = 2",
+    ),
+    "two names": (
+        {"tied.weight": "split parameter"},
+        'scaled.weight and tied.weight are one parameter, for which "split parameter" is unsupported',
+    ),
+    "split output": (
+        {"narrow": "row with split output"},
+        "narrow has 3 outputs, which must be a multiple of layout.tensor = 2",
+    ),
+    "sorted expert": (
+        {"mine": "sorted expert"},
+        'mine has the class Mine, for which "sorted expert" is unsupported',
+    ),
+    "summed": (
+        {"outer": "sum", "outer.0.0.weight": "split parameter"},
+        'outer.0.0.bias is inside outer, which has the style "sum", and must have the style',
+    ),
+    "summed twice": (
+        {"outer": "sum", "outer.0.0": "row"},
+        'outer.0.0 is inside outer, which has the style "sum", and must have the style "split parameter"',
+    ),
     "within": (
         {"outer": "gather", "outer.0": "gather"},
         "outer.0 is inside outer, which is already gathered",
@@ -187,6 +234,13 @@ def test_pieces_of_sequences_begin_somewhere() -> None:
     assert plan({"outer": "cut"}, pieces=True).problems == ()
     both = {"scaled": "vocabulary", "tied": "vocabulary"}
     assert plan(both, pieces=True).problems == ()
+
+
+def test_whole_sequences_are_required() -> None:
+    styles = {"packed": {"split": "partial features", "features": 8}, "outer": "cut"}
+    assert plan(styles).problems == ()
+    (problem,) = plan(styles, pieces=True).problems
+    assert problem == 'packed has the style "partial features", which conflicts with layout.sequence_parallel'
 
 
 def plan_of_transformers(
@@ -243,6 +297,83 @@ def test_queries_keys_and_values_of_a_head_stay_together() -> None:
     assert made.problems == () and made.styles[name] == Column(unit=3 * 8)
 
 
+LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "pad_token_id": 0,
+}
+
+
+def test_latent_attention_shares_features_of_its_keys_and_has_sinks() -> None:
+    made = plan_of_transformers("HYV4ForCausalLM", LATENT)
+    attention = "model.layers.0.self_attn"
+    assert made.problems == ()
+    assert {name: style for name, style in made.styles.items() if name.startswith(attention)} == {
+        f"{attention}.q_b_proj": Column(),
+        f"{attention}.kv_a_proj_with_mqa": PartialFeatures(4),
+        f"{attention}.kv_b_proj": Column(),
+        f"{attention}.gate_proj": Column(),
+        f"{attention}.sinks": SplitParameter(),
+        f"{attention}.o_proj": Row(),
+    }
+    few = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    assert (
+        f"{attention} has 3 heads, which must be a multiple of layout.tensor = 2"
+        in plan_of_transformers("HYV4ForCausalLM", LATENT | few).problems
+    )
+
+
+def test_queries_of_latent_attention_are_split_if_they_are_not_compressed() -> None:
+    made = plan_of_transformers("Glm4MoeLiteForCausalLM", LATENT | {"q_lora_rank": None})
+    assert made.problems == () and made.styles["model.layers.0.self_attn.q_proj"] == Column()
+
+
+def test_heads_of_values_have_their_own_size() -> None:
+    sizes = HEADS | {"head_dim": 6, "v_head_dim": 4, "n_routed_experts": 4}
+    made = plan_of_transformers("MiMoV2FlashForCausalLM", sizes)
+    attention = "model.layers.0.self_attn"
+    assert made.problems == ()
+    assert made.styles[f"{attention}.k_proj"] == Column(unit=6)
+    assert made.styles[f"{attention}.v_proj"] == Column(unit=4)
+
+
+def test_shared_experts_are_summed_and_split_by_features() -> None:
+    from transformers import InklingTextConfig
+
+    sparse = {"mlp_layer_types": ["sparse"], "n_routed_experts": 4, "moe_intermediate_size": 16}
+    assert InklingTextConfig().n_shared_experts > 1
+    made = plan_of_transformers("InklingForCausalLM", sparse)
+    experts = "model.layers.0.mlp.shared_experts"
+    assert made.problems == ()
+    assert made.styles[experts] == SummedResult()
+    assert made.styles[f"{experts}.gate_proj"] == SplitParameter(dim=1)
+    assert made.styles[f"{experts}.up_proj"] == SplitParameter(dim=1)
+    assert made.styles[f"{experts}.down_proj"] == SplitParameter(dim=2)
+
+
+def test_experts_of_llama_4_take_sorted_rows() -> None:
+    made = plan_of_transformers("Llama4ForCausalLM", HEADS | {"head_dim": 4, "num_local_experts": 4})
+    assert made.problems == ()
+    assert made.styles["model.layers.0.feed_forward.experts"] == SplitSortedExperts()
+
+
+def test_a_wrong_plan_of_transformers_is_corrected() -> None:
+    made = plan_of_transformers("DogeForCausalLM", HEADS)
+    attention = "model.layers.0.self_attn"
+    assert made.problems == ()
+    assert made.styles[f"{attention}.A"] == SplitParameter()
+    assert made.styles[f"{attention}.dt_proj"] == RowWithSplitOutput()
+    assert made.styles[f"{attention}.q_norm"] == made.styles[f"{attention}.k_norm"] == PartialGradient()
+
+
 def test_what_is_not_read_of_an_own_plan_is_told() -> None:
     (told,) = plan_of_transformers("GPT2LMHeadModel", {"n_embd": 32, "n_head": 4}).problems
     assert told == "GPT2LMHeadModel has no plan (use a table of patterns)"
@@ -251,5 +382,8 @@ def test_what_is_not_read_of_an_own_plan_is_told() -> None:
     module.tp_plan = {"packed": "mla_kv_a_proj", "act": "replicate", "layers.*.no": "colwise"}
     (told,) = transformers_plan(module, 2, False).problems
     assert told == 'Several has the unsupported style "mla_kv_a_proj" for packed in its plan'
+    module.tp_plan = {"packed.weight": "packed_rowwise"}
+    (told,) = transformers_plan(module, 2, False).problems
+    assert told == 'Several has the unsupported style "packed_rowwise" for packed.weight in its plan'
     (told,) = plan_of_transformers("LlamaForCausalLM", HEADS, pieces=True).problems
     assert "conflicts with layout.sequence_parallel" in told
