@@ -31,7 +31,7 @@ from hpctrain.parallel.fp8.recipes import RECIPES, Fp8Settings, ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext, ProductSettings
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 from hpctrain.text import table
 from hpctrain.units import format_seconds
 
@@ -108,7 +108,7 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
     held = used_bytes(world.device)
     for shape in wanted:
         needed = held + shape.least_bytes
-        demand_room(world, Machine(), f"--shape {shape}", needed, lambda _: "use a smaller shape")
+        require_memory(world, Machine(), f"--shape {shape}", needed, lambda _: "use a smaller shape")
     figures = [each for shape in wanted for each in measured(world, shape, rounds)]
     with world.agreement():
         if world.rank == 0:

@@ -32,7 +32,7 @@ from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.split import even_split, split_layers
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 from hpctrain.text import counted
 
 
@@ -113,7 +113,7 @@ def load_transformer(world: World, path: Path, deck: Deck) -> ModelPart:
     tensor, pipeline = deck.layout.tensor, deck.layout.pipeline
     needed = resident_bytes() + stage_parameter_bytes(deck) // tensor
     advice = "use more nodes, which share the model"
-    demand_room(world, Machine(), str(path), needed, lambda _: advice)
+    require_memory(world, Machine(), str(path), needed, lambda _: advice)
     model, stage = generation_stage(deck, world, tensor, pipeline)
     load_parameters(path, stage, world.everyone)
     return model
@@ -133,7 +133,7 @@ def load_module(world: World, path: Path, deck: Deck) -> ModulePart:
     with world.agreement():
         elements = sum(each.numel() for each in ModuleArchitecture.of(deck).copy_on_meta().parameters())
     needed = resident_bytes() + elements * Precision.of(deck).storage.itemsize
-    demand_room(world, Machine(), str(path), needed, lambda _: "use fewer ranks on each node")
+    require_memory(world, Machine(), str(path), needed, lambda _: "use fewer ranks on each node")
     model, stage = module_generation_stage(deck, world)
     load_parameters(path, stage, world.everyone)
     return model

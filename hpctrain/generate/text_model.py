@@ -30,7 +30,7 @@ from hpctrain.host.memory import resident_bytes
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import ModelPart
 from hpctrain.model.transformer import Transformer
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 
 MAX_CONCURRENT_TEXTS = 32
 """Largest number of texts with a slot in the cache; more of them hardly raise the tokens per second."""
@@ -197,5 +197,5 @@ class TextModel:
         count = min(part.layer_context.pipeline.all_gather_object(count))
         plan = CachePlan.of(part, count, longest)
         advice = "reduce --tokens for a smaller key and value cache"
-        demand_room(self.world, Machine(), str(self.path), resident_bytes() + plan.bytes, lambda _: advice)
+        require_memory(self.world, Machine(), str(self.path), resident_bytes() + plan.bytes, lambda _: advice)
         return CachedPasses(part, plan, self.min_rows)

@@ -273,8 +273,10 @@ def _memory(
     sets = [*overrides, f"run.device={deck.run.device}"]
     plan = plan_deck(path, ranks, sets, ranks_per_node, advised=False)
     if deck.run.device in GPU_KINDS:
-        room = plan.room
-        return machine_memory, [] if room is None or room.fits else [f"does not fit into GPU memory: {room}"]
+        demand = plan.demand
+        return machine_memory, [] if demand is None or demand.fits else [
+            f"does not fit into GPU memory: {demand}"
+        ]
     predicted = plan.memory.largest.memory.total * ranks_per_node
     if machine_memory is not None and predicted > machine_memory:
         return machine_memory, [

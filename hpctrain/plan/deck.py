@@ -16,12 +16,12 @@ from hpctrain.model.construction import architecture_of
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
 from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_form
-from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.memory_budget import MemoryBudget
+from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.planned_device import assume_planned_device
-from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.deck import chosen_layout, on_nodes_of, with_choice
@@ -43,7 +43,7 @@ class DeckPlan:
     deck: Deck
     ranks: int
     memory: MemoryPlan
-    room: Room | None
+    demand: MemoryDemand | None
     savings: tuple[MemorySaving, ...]
     moved: FormPlan
     others: tuple[OtherForm, ...] = ()
@@ -57,11 +57,11 @@ class DeckPlan:
     @property
     def exit_code(self) -> int:
         """Exit code of the plan: 2 if a run would be refused for lack of memory, otherwise 0."""
-        return EXIT_DONE if self.room is None or self.room.fits else EXIT_USER
+        return EXIT_DONE if self.demand is None or self.demand.fits else EXIT_USER
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
-        room = self.room
+        demand = self.demand
         planned = self.memory.row() | {"communication": self.moved.row()}
         if self.pipeline is not None:
             planned |= {"pipeline": self.pipeline.row()}
@@ -74,10 +74,10 @@ class DeckPlan:
             planned |= {"advice": self.advice.row()}
         if self.others:
             planned |= {"forms": [each.row() for each in self.others]}
-        if room is None:
+        if demand is None:
             return planned
-        node = {"ranks": room.ranks, "needed_bytes": room.needed, "memory_bytes": room.limit.bytes}
-        return planned | {"node": node | {"fits": room.fits}}
+        node = {"ranks": demand.ranks, "needed_bytes": demand.needed, "memory_bytes": demand.limit.bytes}
+        return planned | {"node": node | {"fits": demand.fits}}
 
 
 def plan_deck(
@@ -116,13 +116,13 @@ def plan_deck(
     rates = deck_rates(deck) if rates is None else rates
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = vocabulary_of(deck)
-    holding = Holding(ranks, vocabulary, ranks_per_node, () if rates is None else rates.memories)
+    budget = MemoryBudget(ranks, vocabulary, ranks_per_node, () if rates is None else rates.memories)
     title = architecture_of(deck, vocabulary).title  # and what building a module loads is a library
-    holding.libraries(deck)
-    memory = holding.memory(deck)
+    budget.process_bytes(deck)
+    memory = budget.plan(deck)
     savings: list[MemorySaving] = []
     if advised:
-        savings = find_savings(deck, memory, read, holding.memory)
+        savings = find_savings(deck, memory, read, budget.plan)
     machine = deck.machine
     apart = min(ranks, per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
     if wish is None and deck.communication.link is not None:
@@ -138,9 +138,9 @@ def plan_deck(
         except HpctrainError:
             continue  # what this deck cannot have is no advice
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
-    room = holding.room(deck, memory)
+    demand = budget.demand(deck, memory)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
-    planned_deck = holding.with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
+    planned_deck = budget.with_kernels(deck), ranks, memory, demand, tuple(savings), moved, tuple(others)
     if rates is None:
         return DeckPlan(*planned_deck, pipeline, title=title)
     step, sent = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
@@ -149,9 +149,9 @@ def plan_deck(
         return plan_step(deck, ranks, vocabulary, rates)
 
     def held(deck: Deck) -> tuple[int, bool | None]:
-        memory = holding.memory(deck)
-        room = holding.room(deck, memory)
-        return memory.largest.memory.total, None if room is None else room.fits
+        memory = budget.plan(deck)
+        demand = budget.demand(deck, memory)
+        return memory.largest.memory.total, None if demand is None else demand.fits
 
     advice = advise(deck, ranks, step, rates, read, timed, held, memory.largest.memory.total)
     return DeckPlan(*planned_deck, pipeline, rates, step, sent, advice, title)

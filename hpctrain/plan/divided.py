@@ -12,11 +12,11 @@ from hpctrain.engine.layout.engine_spec import make_engine_spec
 from hpctrain.engine.layout.layer_placement import with_split
 from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.host.device import on_host
-from hpctrain.plan.companions import plan_run_memory
+from hpctrain.plan.auxiliary_memory import plan_run_memory
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 
 
 def build_seat_within_memory(
@@ -44,7 +44,7 @@ def build_seat_within_memory(
     here = plan.stages[seat.stage].required_bytes
     more = "use more ranks in policy.critic_ranks or reference_ranks to reduce it"
     overruled = "--set machine.memory=SIZE overrides the limit"
-    demand_room(world, deck.machine, deck.sources.name, here, lambda _: f"{more}; {overruled}")
+    require_memory(world, deck.machine, deck.sources.name, here, lambda _: f"{more}; {overruled}")
     world.planned_bytes = here
     ready()
     with seat.agreement():

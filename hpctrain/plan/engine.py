@@ -17,10 +17,10 @@ from hpctrain.engine.layout.engine_spec import make_engine_spec
 from hpctrain.engine.layout.layer_placement import with_split
 from hpctrain.host.device import on_host
 from hpctrain.model.construction import architecture_of
-from hpctrain.plan.companions import plan_run_memory
+from hpctrain.plan.auxiliary_memory import plan_run_memory
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.room import Room, demand_room
+from hpctrain.plan.memory_demand import MemoryDemand, require_memory
 from hpctrain.plan.savings import LEAST_SAVING, MemorySaving, find_savings
 from hpctrain.plan.words import largest_kinds
 from hpctrain.text import either
@@ -70,7 +70,7 @@ def build_within_memory(
     plan = plan_run_memory(planned, *arguments, spec.placement.split, spec.schedule)
     required_bytes = plan.stages[mesh.coordinate("pipeline")].required_bytes
 
-    def advice(exceeded: Room) -> str:
+    def advice(exceeded: MemoryDemand) -> str:
         savings = find_savings(
             deck,
             plan,
@@ -81,14 +81,14 @@ def build_within_memory(
         key = "machine.memory" if on_host(world.device) else "machine.gpu_memory"
         return _advice(plan, savings, exceeded, libraries, key)
 
-    demand_room(world, deck.machine, deck.sources.name, required_bytes, advice)
+    require_memory(world, deck.machine, deck.sources.name, required_bytes, advice)
     world.planned_bytes = required_bytes
     ready()
     return assemble(deck, world, mesh, spec), plan
 
 
 def _advice(
-    plan: MemoryPlan, savings: Sequence[MemorySaving], exceeded: Room, libraries: int, limit_key: str
+    plan: MemoryPlan, savings: Sequence[MemorySaving], exceeded: MemoryDemand, libraries: int, limit_key: str
 ) -> str:
     """Return the end of the error message: what needs most memory, and which changes would reduce it.
 

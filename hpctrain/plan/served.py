@@ -26,7 +26,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, MemoryPlanner, StageMemory
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 from hpctrain.plan.traffic import Moved, StageTraffic, TrafficPlan
 
 NUMBER = 8
@@ -149,7 +149,7 @@ def build_role_within_memory(
     plan = plan_served(planned, world.size, deck.model.vocabulary, libraries, per_node)
     here = plan.stages[0 if serves else 1].memory.total
     more = "use more servers to reduce it; --set machine.memory=SIZE overrides the limit"
-    demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)
+    require_memory(world, deck.machine, deck.sources.name, here, lambda _: more)
     world.planned_bytes = here
     ready()
     return assemble(own, part, mesh, spec, build=roles.stage_builder(world.rank)), plan

@@ -15,12 +15,12 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import token_file_patterns
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.plan.holding import Holding
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.memory_budget import MemoryBudget
+from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
-from hpctrain.plan.room import Room
 from hpctrain.plan.swept import RANKS, Changes, Swept, points
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.rates import deck_rates
@@ -38,7 +38,7 @@ class PlannedPoint:
     changes: Changes
     ranks: int
     memory: MemoryPlan | None = None
-    room: Room | None = None
+    demand: MemoryDemand | None = None
     step: StepPlan | None = None
     problem: str = ""
 
@@ -51,12 +51,12 @@ class PlannedPoint:
     @property
     def fits(self) -> bool | None:
         """Whether a node has what its ranks need; None where that is not known."""
-        return None if self.room is None else self.room.fits
+        return None if self.demand is None else self.demand.fits
 
     @property
     def limit(self) -> float | None:
         """Bytes that each rank of a node could hold."""
-        return None if self.room is None else self.room.limit.bytes / self.room.ranks
+        return None if self.demand is None else self.demand.limit.bytes / self.demand.ranks
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
@@ -146,7 +146,7 @@ class _Planner:
         self.machine: str | None = None
         self.problems: list[tuple[str, ...]] = []
         self.vocabularies: dict[tuple[str, ...], int] = {}
-        self.plans: dict[tuple[int, str], tuple[MemoryPlan, Room | None, StepPlan | None]] = {}
+        self.plans: dict[tuple[int, str], tuple[MemoryPlan, MemoryDemand | None, StepPlan | None]] = {}
 
     def point(self, changes: Changes, ranks: int) -> PlannedPoint:
         """The plan of a point; InputOutputError where files cannot be read."""
@@ -178,7 +178,7 @@ class _Planner:
         self.machine = None if rates is None else rates.name
         return deck if rates is None else rates.of_deck(deck)
 
-    def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, Room | None, StepPlan | None]:
+    def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, MemoryDemand | None, StepPlan | None]:
         """Memory, whether it fits, and on a machine the step."""
         tokens = token_file_patterns(deck)
         vocabulary = deck.model.vocabulary or self.vocabularies.get(tokens)
@@ -186,10 +186,10 @@ class _Planner:
             vocabulary = self.vocabularies[tokens] = vocabulary_of(deck)
         rates = self.rates_of(deck)
         kinds = () if rates is None else rates.memories
-        holding = Holding(ranks, vocabulary, self.ranks_per_node, kinds, self.libraries)
-        memory = holding.memory(deck)
+        budget = MemoryBudget(ranks, vocabulary, self.ranks_per_node, kinds, self.libraries)
+        memory = budget.plan(deck)
         step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
-        return memory, holding.room(deck, memory), step
+        return memory, budget.demand(deck, memory), step
 
     def rates_of(self, deck: Deck) -> MachineRates | None:
         """Those that were asked for, or that the deck names."""

@@ -10,7 +10,7 @@ from hpctrain.deck.auxiliary_decks import concurrent_texts, is_checkpoint
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.choices.deck_kernels import describe_kernels, kernels_of
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.plan.companions import REWARD_MODELS
+from hpctrain.plan.auxiliary_memory import REWARD_MODELS
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines
 from hpctrain.plan.memory import MemoryPlan
@@ -199,9 +199,9 @@ def _exchanges(memory: MemoryPlan) -> list[str]:
 
 def _fits(plan: DeckPlan) -> str:
     """Whether a node has what its ranks need."""
-    room = plan.room
-    if room is None:
+    demand = plan.demand
+    if demand is None:
         return (
             "The memory limit is unknown: set machine.memory (for GPUs machine.gpu_memory) to check the plan."
         )
-    return f"{'Fits' if room.fits else 'Does not fit'}: {room}."
+    return f"{'Fits' if demand.fits else 'Does not fit'}: {demand}."

@@ -22,7 +22,7 @@ from hpctrain.generate.free_memory import fitting_slot_count, free_bytes_per_ran
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.host.memory import resident_bytes
 from hpctrain.model.transformer import Transformer
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 from hpctrain.post.rollout import Answer
 
 
@@ -109,6 +109,6 @@ class AnswerWriter:
         count = fitting_slot_count(count, lambda count: plan_of(sequences=count).bytes, free_bytes)
         plan = plan_of(sequences=count)
         advice = "a smaller policy.tokens needs a smaller key and value cache"
-        demand_room(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
+        require_memory(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
         self.cache = max(self.cache, plan.bytes)
         return CachedPasses(self.part, plan, self.min_rows)

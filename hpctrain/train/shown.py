@@ -26,7 +26,7 @@ from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.optimizer import IdleOptimizer
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 from hpctrain.train.origin import require_same_source
 from hpctrain.train.start import start_from_source
 
@@ -75,7 +75,7 @@ def _assemble_within_memory(path: Path, deck: Deck, world: World, size: int, bui
     mesh = make_mesh(deck, world)
     spec = make_engine_spec(deck, world, mesh)
     own = _elements(spec.architecture, deck, mesh) * size
-    demand_room(
+    require_memory(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "use more nodes to share the model"
     )
     return assemble(deck, world, mesh, spec, build=build)

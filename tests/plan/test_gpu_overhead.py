@@ -18,7 +18,7 @@ from hpctrain.costs.memory_account import OF_GPU, MemoryAccount
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES, communicator_bytes
 from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.room import Room
+from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.search.search import _fits
 from hpctrain.plan.words import memory_table
 from hpctrain.train import gpu_memory
@@ -63,10 +63,10 @@ def test_only_a_plan_for_gpus_counts_what_no_tensor_takes() -> None:
 
 
 def test_a_chosen_layout_leaves_a_reserve() -> None:
-    room = Room("a node", 1, 97, MemoryLimit("GPU 0", 100, "on GPU 0"), 0.05)
-    assert room.fits and not _fits(room) and "5% of it reserved" in str(room)
-    assert _fits(replace(room, needed=95)) and "reserved" not in str(replace(room, needed=95))
-    assert _fits(replace(room, reserve=0.0))
+    demand = MemoryDemand("a node", 1, 97, MemoryLimit("GPU 0", 100, "on GPU 0"), 0.05)
+    assert demand.fits and not _fits(demand) and "5% of it reserved" in str(demand)
+    assert _fits(replace(demand, needed=95)) and "reserved" not in str(replace(demand, needed=95))
+    assert _fits(replace(demand, reserve=0.0))
 
 
 @pytest.mark.mpi(max_size=1)

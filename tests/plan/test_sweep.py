@@ -52,10 +52,10 @@ def test_a_point_is_the_plan_of_its_deck_alone(deck: Path) -> None:
         changes = [f"{key}={value}" for key, value in point.changes if key != "ranks"]
         alone = plan_deck(deck, point.ranks, ["model.layers=4", *changes], advised=False, rates=MACHINE)
         assert point.step == alone.step
-        assert point.memory is not None and point.room is not None and alone.room is not None
+        assert point.memory is not None and point.demand is not None and alone.demand is not None
         there, here = point.memory.largest.memory, alone.memory.largest.memory
         assert there.total - there.other == here.total - here.other
-        assert (point.fits, point.room.limit) == (alone.room.fits, alone.room.limit)
+        assert (point.fits, point.demand.limit) == (alone.demand.fits, alone.demand.limit)
     without = [dict(point.changes) for point in swept.points if point.memory is None]
     assert without == [{"ranks": "2", "layout.tensor": "2", "layout.zero": "3"}]  # a single data rank
 
@@ -110,8 +110,8 @@ def test_the_batch_grows_with_the_ranks(deck: Path) -> None:
 
 def test_what_does_not_change_is_planned_once(deck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = sweep_module.Holding.memory
-    monkeypatch.setattr(sweep_module.Holding, "memory", lambda *all_: calls.append(1) or original(*all_))
+    original = sweep_module.MemoryBudget.plan
+    monkeypatch.setattr(sweep_module.MemoryBudget, "plan", lambda *all_: calls.append(1) or original(*all_))
     seen = list[int]()
     sweeps = parse_sweeps(["layout.zero=0,1", "learning_rate.peak=1e-3,2e-3,3e-3"])
     swept = sweep_deck(deck, 2, (), sweeps, reached=seen.append)

@@ -142,7 +142,7 @@ def test_ranks_ask_for_as_much_memory_as_they_hold(
     """Experts, too, of which each rank has some."""
     asked: list[int] = []
     monkeypatch.setattr(shown, "resident_bytes", lambda: 0)
-    monkeypatch.setattr(shown, "demand_room", lambda *given: asked.append(given[3]))
+    monkeypatch.setattr(shown, "require_memory", lambda *given: asked.append(given[3]))
     make_checkpoint(world, mpi_tmp_path / "a.h5", *layout)
     deck = stored_deck(read_state(mpi_tmp_path / "a.h5"), mpi_tmp_path / "a.h5")
     engine = shown.shown_engine(mpi_tmp_path / "a.h5", deck, world)

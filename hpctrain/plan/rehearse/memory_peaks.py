@@ -11,9 +11,9 @@ from hpctrain.host.device import on_host
 from hpctrain.pipeline.action import Action
 from hpctrain.plan.activations import activation_peak
 from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
-from hpctrain.plan.room import Room
 from hpctrain.plan.words import KINDS
 from hpctrain.units import format_bytes
 
@@ -57,7 +57,9 @@ def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[MemoryPea
     return peaks
 
 
-def memory_faults(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryPeak]) -> list[RehearsalFault]:
+def memory_faults(
+    memory: MemoryPlan, demand: MemoryDemand | None, peaks: Sequence[MemoryPeak]
+) -> list[RehearsalFault]:
     """Return a fault for each stage whose ranks alone would exceed the memory of a node or GPU.
 
     If there is no such stage, because stages that share a node exceed it together, the fault names the stage
@@ -65,18 +67,18 @@ def memory_faults(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryP
 
     Args:
         memory: Planned memory.
-        room: Required and available memory; None if the limit is unknown.
+        demand: Required and available memory; None if the limit is unknown.
         peaks: Memory peak of each stage.
     """
-    if room is None or room.fits:
+    if demand is None or demand.fits:
         return []
-    over = [p for p in peaks if p.total * room.ranks > room.limit.bytes]
+    over = [p for p in peaks if p.total * demand.ranks > demand.limit.bytes]
     over = over or [max(peaks, key=lambda peak: peak.total)]
     faults = []
     for peak in over:
         stage = memory.stages[peak.stage]
         kind, size = max(stage.memory.kinds().items(), key=lambda item: item[1])
-        needed = replace(room, needed=peak.total * room.ranks)
+        needed = replace(demand, needed=peak.total * demand.ranks)
         first = sum(memory.ranks_per_stage[: peak.stage])
         faults.append(
             RehearsalFault(
@@ -85,7 +87,7 @@ def memory_faults(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryP
                 memory.ranks_per_stage[peak.stage],
                 f"stage {peak.stage}, from rank {first}: the peak is {format_bytes(peak.total)} per rank at "
                 f"{peak.action}, of which {format_bytes(size)} are {KINDS[kind]}; {needed} "
-                f"({format_bytes(room.limit.bytes // room.ranks)} per rank would fit)",
+                f"({format_bytes(demand.limit.bytes // demand.ranks)} per rank would fit)",
             )
         )
     return faults

@@ -100,8 +100,8 @@ def rehearse_deck(
     matched = match_programmes(job, on_streams)
     peaks = find_peaks(programmes, plan.memory)
     peak = max(peaks, key=lambda each: each.total)
-    over = tuple(memory_faults(plan.memory, plan.room, peaks))
-    return Rehearsal(matched, peak, over, plan.room is not None, perf_counter() - began, on_streams)
+    over = tuple(memory_faults(plan.memory, plan.demand, peaks))
+    return Rehearsal(matched, peak, over, plan.demand is not None, perf_counter() - began, on_streams)
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:

@@ -16,12 +16,19 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.phrases import changed, nothing_fits
-from hpctrain.plan.search.search import BEST, Progress, SearchResult, has_room, roomiest, search
+from hpctrain.plan.search.search import (
+    BEST,
+    Progress,
+    SearchResult,
+    least_memory_layout,
+    search,
+    some_layout_fits,
+)
 from hpctrain.plan.search.search_space import EVERY, TRIED, SearchSpace, Values, with_values
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.rates import deck_rates
@@ -190,31 +197,33 @@ def _search(
     deck = with_values(deck, {"layout.auto": False})
     deck = machine.of_deck(on_nodes_of(deck, wished.ranks_per_node))
     vocabulary = vocabulary_of(deck)
-    holding = Holding(ranks, vocabulary, wished.ranks_per_node, machine.memories)
-    holding.libraries(deck)  # measured while nothing large is there
-    # Those schedules that hold least are tried too where no other has room.
+    budget = MemoryBudget(ranks, vocabulary, wished.ranks_per_node, machine.memories)
+    budget.process_bytes(deck)  # measured while nothing large is there
+    # Those schedules that hold least are tried too where no other has demand.
     for schedules in (EVERY,) if wished.every_schedule else (TRIED, EVERY):
-        found = search(deck, ranks, machine, holding, best, progress, schedules)
+        found = search(deck, ranks, machine, budget, best, progress, schedules)
         if found.best:
             return found
     if not explain:
         raise HpctrainError("no layout fits")
-    raise HpctrainError(f"{deck.sources.name}: {_why_none(deck, ranks, machine, holding, found)}")
+    raise HpctrainError(f"{deck.sources.name}: {_why_none(deck, ranks, machine, budget, found)}")
 
 
-def _why_none(deck: Deck, ranks: int, machine: MachineRates, holding: Holding, found: SearchResult) -> str:
-    least = roomiest(deck, ranks, machine, holding)
+def _why_none(
+    deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget, found: SearchResult
+) -> str:
+    least = least_memory_layout(deck, ranks, machine, budget)
     if least is None:
-        near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, holding)]
+        near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, budget)]
         would = f" ({either(near)} ranks would fit)" if near else ""
         choices, reasons = SearchSpace(deck, ranks), found.fell.reasons
         told = sorted(reasons, key=lambda key: not (choices.given(key) and key in SEARCH_KEYS))
         first = reasons[told[0]] if told else "the keys of the deck require another number of ranks"
         return f"no layout fits {counted(ranks, 'rank')}{would}: {first}"
-    more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)
-    lacking = least.room.needed - least.room.limit.bytes
+    more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, budget)), None)
+    lacking = least.demand.needed - least.demand.limit.bytes
     return nothing_fits(
-        changed(deck, least.candidate.changes), str(least.room), lacking, [] if more is None else [more]
+        changed(deck, least.candidate.changes), str(least.demand), lacking, [] if more is None else [more]
     )
 
 
@@ -223,19 +232,19 @@ def on_nodes_of(deck: Deck, ranks_per_node: int | None) -> Deck:
     return deck if ranks_per_node is None else deck.with_keys(machine={"ranks_per_node": ranks_per_node})
 
 
-def _on(holding: Holding, ranks: int) -> Holding:
-    return replace(holding, ranks=ranks)
+def _on(budget: MemoryBudget, ranks: int) -> MemoryBudget:
+    return replace(budget, ranks=ranks)
 
 
-def _fits(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> bool:
+def _fits(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> bool:
     with suppress(HpctrainError):  # as where links between nodes were not measured
-        return has_room(deck, ranks, machine, _on(holding, ranks))
+        return some_layout_fits(deck, ranks, machine, _on(budget, ranks))
     return False
 
 
-def _can_be(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> bool:
+def _can_be(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> bool:
     with suppress(HpctrainError):
-        return bool(search(deck, ranks, machine, _on(holding, ranks), 1).best)
+        return bool(search(deck, ranks, machine, _on(budget, ranks), 1).best)
     return False
 
 

@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 
 class Leaves:
-    """Of a tree whose ranks may hold `limit` bytes; what cannot be, or has no room, falls."""
+    """Of a tree whose ranks may hold `limit` bytes; what cannot be, or does not fit, falls."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Leaves:
         self._afters: dict[object, float] = {}
 
     def of(self, node: Staged, ways: Sequence[States], message: float) -> Iterator[LayoutNode]:
-        """All of a node that may have room, with some ways to keep states, in the order of the choices;
+        """All of a node that may fit, with some ways to keep states, in the order of the choices;
         `message` are seconds from a stage to the next at the least.
         """
         for schedule, chunks in self._choices.of_schedules(node.at.pipeline, node.at.micro_batches):

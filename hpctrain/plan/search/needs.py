@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.holding import Holding
-from hpctrain.plan.room import Room
+from hpctrain.plan.memory_budget import MemoryBudget
+from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.search.form import Form, ParameterCounts
 from hpctrain.plan.search.least_bytes import StateBytes, ZeroSplit
 from hpctrain.plan.search.moments import Opened
@@ -40,11 +40,11 @@ class Needs:
     much needs twice what it holds.
     """
 
-    def __init__(self, deck: Deck, holding: Holding, per_node: int) -> None:
-        self._ranks, self._per_node = holding.ranks, per_node
-        self.libraries, self._together = holding.libraries(deck), holding.sharing(deck)
-        of_kinds = holding.of_mean_ranks(deck)
-        self._limit, self._shared = max(size for size, _ in of_kinds), holding.shared(deck)
+    def __init__(self, deck: Deck, budget: MemoryBudget, per_node: int) -> None:
+        self._ranks, self._per_node = budget.ranks, per_node
+        self.libraries, self._together = budget.process_bytes(deck), budget.ranks_within_limit(deck)
+        of_kinds = budget.mean_rank_bytes_by_kind(deck)
+        self._limit, self._shared = max(size for size, _ in of_kinds), budget.shared_bytes(deck)
         self._shares = [(size / self._limit if len(of_kinds) > 1 else 1.0, ranks) for size, ranks in of_kinds]
         full = (share * -(-ranks // self._together) for share, ranks in self._shares)
         self._mean = sum(full) * self._together / self._ranks
@@ -68,10 +68,10 @@ class Needs:
 
         return states
 
-    def planned(self, room: Room) -> float:
+    def planned(self, demand: MemoryDemand) -> float:
         """As `most`, of a plan."""
         shared = self._shared * (self._together - 1)
-        return (room.needed + shared) / (room.limit.bytes + shared) * self._limit
+        return (demand.needed + shared) / (demand.limit.bytes + shared) * self._limit
 
     def of_mean_rank(self, held: float) -> float:
         """Where a rank holds so much in the mean over all, beside libraries."""

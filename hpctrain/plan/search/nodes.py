@@ -52,7 +52,7 @@ class SplitLayers:
     """Of the machine's kinds of node, each by itself."""
     kept: ModelActivations
     needs: Mapping[int, float]
-    """Bytes of a rank at the least by numbers of stages that may have room."""
+    """Bytes of a rank at the least by numbers of stages that may fit."""
     layers: tuple[LayerSizes, ...]
 
     @cached_property

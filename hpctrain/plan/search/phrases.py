@@ -38,10 +38,10 @@ def choice(values: Mapping[str, object], seconds: float, machine: str) -> str:
     )
 
 
-def nothing_fits(values: Mapping[str, object], room: str, lacking: float, more: Sequence[int]) -> str:
+def nothing_fits(values: Mapping[str, object], demand: str, lacking: float, more: Sequence[int]) -> str:
     """Why no layout fits: the one whose nodes need least, what lacks, and ranks on which one would fit."""
     would = f"; it fits on {more[0]} ranks" if more else ""
     return (
         f"no layout fits into memory: the smallest one lacks {format_bytes(lacking)} "
-        f"({assignments(values)}): {room}{would}"
+        f"({assignments(values)}): {demand}{would}"
     )

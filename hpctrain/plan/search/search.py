@@ -16,8 +16,8 @@ from operator import itemgetter
 
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.holding import Holding
-from hpctrain.plan.room import Room
+from hpctrain.plan.memory_budget import MemoryBudget
+from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.nodes import Fell, LayoutNode, Node
 from hpctrain.plan.search.search_space import EVERY, TRIED, SearchSpace
@@ -37,7 +37,7 @@ class Missed:
     """A layout that does not fit, and what a node lacks."""
 
     candidate: Candidate
-    room: Room
+    demand: MemoryDemand
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def search(
     deck: Deck,
     ranks: int,
     machine: MachineRates,
-    holding: Holding,
+    budget: MemoryBudget,
     best: int = BEST,
     progress: Progress | None = None,
     schedules: Sequence[str] = TRIED,
@@ -69,7 +69,7 @@ def search(
     and fits too; on several kinds of node all layouts are split by seconds.
     """
     choices = SearchSpace(deck, ranks, schedules)
-    tree = Tree(choices, machine, holding, holding.of_mean_rank(deck))
+    tree = Tree(choices, machine, budget, budget.mean_rank_bytes(deck))
     queue = _Queue(tree.roots(), lambda node: node.bound)
     found: list[Candidate] = []
     split_otherwise = set[object]()
@@ -83,15 +83,15 @@ def search(
             if not tree.fell.cannot_be(check_deck(node.deck, ranks), node.deck):
                 queue.add([_timed(tree, node)])
         elif node.deck not in split_otherwise and _is_worth_it(tree, node):
-            candidate, room = _planned(tree, node)
-            if _fits(room):
+            candidate, demand = _planned(tree, node)
+            if _fits(demand):
                 found.append(candidate)
                 if node.usual is not None:
                     split_otherwise.add(node.usual.deck)
             else:
                 tree.fell.counts["memory plan"] += 1
-                assert room is not None
-                missed = missed or Missed(candidate, room)
+                assert demand is not None
+                missed = missed or Missed(candidate, demand)
         if len(found) == best:
             break
     left = () if choices.given("layout.schedule") else [each for each in EVERY if each not in schedules]
@@ -112,29 +112,29 @@ def _is_worth_it(tree: Tree, node: LayoutNode) -> bool:
     return node.bound <= (1 - LEAST_GAIN) * usual.bound and _fits(_planned(tree, usual)[1])
 
 
-def _fits(room: Room | None) -> bool:
-    return room is None or room.leaves_reserve
+def _fits(demand: MemoryDemand | None) -> bool:
+    return demand is None or demand.leaves_reserve
 
 
-def roomiest(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> Missed | None:
+def least_memory_layout(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> Missed | None:
     """Of a deck's layouts the one whose nodes need least of what they have; None where there is none, or it
     is not known what a node has.
     """
-    tree, found = Tree(SearchSpace(deck, ranks, EVERY), machine, holding, inf), list[tuple[float, Missed]]()
+    tree, found = Tree(SearchSpace(deck, ranks, EVERY), machine, budget, inf), list[tuple[float, Missed]]()
     for node in _roomy(tree):
         if found and node.least >= found[0][0]:
             break  # nor does any that has not come up need less
-        candidate, room = _planned(tree, node)
-        if room is None:
+        candidate, demand = _planned(tree, node)
+        if demand is None:
             return None
-        each = tree.needs.planned(room), Missed(candidate, room)
+        each = tree.needs.planned(demand), Missed(candidate, demand)
         found = [min([*found, each], key=itemgetter(0))]
     return found[0][1] if found else None
 
 
-def has_room(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> bool:
+def some_layout_fits(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> bool:
     """Whether any of a deck's layouts fits."""
-    tree = Tree(SearchSpace(deck, ranks, EVERY), machine, holding, holding.of_mean_rank(deck))
+    tree = Tree(SearchSpace(deck, ranks, EVERY), machine, budget, budget.mean_rank_bytes(deck))
     return any(_fits(_planned(tree, node)[1]) for node in _roomy(tree))
 
 
@@ -169,11 +169,11 @@ class _Queue:
             yield heappop(self._nodes)[-1]
 
 
-def _planned(tree: Tree, node: LayoutNode) -> tuple[Candidate, Room | None]:
+def _planned(tree: Tree, node: LayoutNode) -> tuple[Candidate, MemoryDemand | None]:
     """What a layout takes and holds."""
     assert node.causes is not None
     memory = tree.memory(node)
-    room = tree.holding.room(node.deck, memory)
+    demand = tree.budget.demand(node.deck, memory)
     values = {key: node.deck.value(key) for key in tree.choices.free}
-    needed = memory.max_node_bytes(tree.choices.ranks) if room is None else room.needed
-    return Candidate(node.deck, values, node.causes, memory.largest.memory.total, needed), room
+    needed = memory.max_node_bytes(tree.choices.ranks) if demand is None else demand.needed
+    return Candidate(node.deck, values, node.causes, memory.largest.memory.total, needed), demand

@@ -19,8 +19,8 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
-from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.search.coarse import CoarseMemoryBounds
 from hpctrain.plan.search.least_bytes import ActivationBounds, ModelActivations
 from hpctrain.plan.search.least_seconds import KNOWN
@@ -51,17 +51,19 @@ class Tree:
     node of the kind that has most.
     """
 
-    def __init__(self, choices: SearchSpace, machine: MachineRates, holding: Holding, limit: float) -> None:
-        self.choices, self.machine, self.holding = choices, machine, holding
+    def __init__(
+        self, choices: SearchSpace, machine: MachineRates, budget: MemoryBudget, limit: float
+    ) -> None:
+        self.choices, self.machine, self.budget = choices, machine, budget
         self.limit = limit
         deck = choices.deck
-        self.shape = ModelShape.of(deck, holding.vocabulary)
+        self.shape = ModelShape.of(deck, budget.vocabulary)
         self.layers = layer_sizes(self.shape, tuple(deck.model.frozen))
         self._kinds = Counter(self.layers)
         self.fell = Fell()
         self._per_node = deck.machine.ranks_per_node or machine.ranks_per_node
         self._bytes = ActivationBounds(self.shape, self.layers, self._per_node)
-        self.needs = Needs(deck, holding, self._per_node)
+        self.needs = Needs(deck, budget, self._per_node)
         forms = SplitForms(choices, self.shape, self.layers, self.fell)
         self._coarse = CoarseMemoryBounds(choices, self.needs, self._kinds, forms.usual)
         self._leaves = Leaves(choices, machine, self.needs, forms, self.fell, limit)
@@ -73,7 +75,7 @@ class Tree:
         self._ways_of: dict[object, list[States]] = {}
 
     def roots(self) -> Iterator[SplitLayers]:
-        """Every way to split layers whose micro-batches have room."""
+        """Every way to split layers whose micro-batches have demand."""
         deck, ranks = self.choices.deck, self.choices.ranks
         for of_layers in self.choices.of_layers():
             neutral = with_values(deck, of_layers | _NEUTRAL)
@@ -214,7 +216,7 @@ class Tree:
 
     def memory(self, layout: LayoutNode) -> MemoryPlan:
         """What its ranks hold."""
-        return self.holding.memory_of(layout.deck, self.schedule(layout), layout.split)
+        return self.budget.plan_split(layout.deck, self.schedule(layout), layout.split)
 
 
 def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:

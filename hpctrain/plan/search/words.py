@@ -89,7 +89,7 @@ def _fell(searched: DeckSearch) -> list[str]:
         quickest = format_seconds(missed.candidate.seconds)
         lines.append(
             f"  {counts['memory plan']} do not fit by their memory plans, such as one that takes {quickest} "
-            f"({difference(missed.candidate, found.best[0])}): {missed.room};"
+            f"({difference(missed.candidate, found.best[0])}): {missed.demand};"
         )
     if found.slower:
         pruned = "were pruned, because all layouts that they stand for are slower"

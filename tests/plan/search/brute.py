@@ -16,7 +16,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.deck_schedule import outline_schedule
 from hpctrain.pipeline.split import split_layers
-from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import layer_sizes
@@ -164,16 +164,16 @@ class Brute:
             return None
         return other
 
-    def best(self, holding: Holding, count: int) -> list[tuple[float, Deck]]:
+    def best(self, budget: MemoryBudget, count: int) -> list[tuple[float, Deck]]:
         """The quickest that fit, and all others that are as quick as the last of them."""
         found: list[tuple[float, Deck]] = []
         instead = list[Deck]()
 
         def fits(deck: Deck) -> bool:
-            room = holding.room(deck, holding.memory(deck))
-            return room is None or room.fits
+            demand = budget.demand(deck, budget.plan(deck))
+            return demand is None or demand.fits
 
-        for seconds, deck, usual in self.ordered(holding.vocabulary):
+        for seconds, deck, usual in self.ordered(budget.vocabulary):
             if len(found) >= count and seconds > found[count - 1][0] * (1 + 1e-9):
                 break
             if deck not in instead and (usual is None or fits(usual.deck)) and fits(deck):

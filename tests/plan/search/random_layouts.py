@@ -9,7 +9,7 @@ from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.search.nodes import LayoutNode
 from hpctrain.plan.search.search_space import SearchSpace
 from hpctrain.plan.search.tree import Tree
@@ -91,18 +91,18 @@ def draw(random: Random, machine: MachineRates, ranks: int, model: str, *keys: s
             return deck
 
 
-class Bare(Holding):
-    """Of processes in which nothing but the model counts."""
+class Bare(MemoryBudget):
+    """Budget of processes in which nothing but the model needs memory."""
 
-    def libraries(self, deck: Deck) -> int:
+    def process_bytes(self, deck: Deck) -> int:
         return 0
 
-    def shared(self, deck: Deck) -> int:
+    def shared_bytes(self, deck: Deck) -> int:
         return 0
 
 
 def bare(deck: Deck, ranks: int) -> Bare:
-    """Of the ranks of a deck."""
+    """Return the budget of the ranks of a deck."""
     assert deck.model.vocabulary
     return Bare(ranks, deck.model.vocabulary)
 

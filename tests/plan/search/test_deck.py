@@ -1,6 +1,6 @@
 """From a deck's file to the layouts that fit, and decks that leave theirs open.
 
-Tests of plan/holding.py, plan/search/deck.py, plan/search/options.py, plan/search/words.py,
+Tests of plan/memory_budget.py, plan/search/deck.py, plan/search/options.py, plan/search/words.py,
 plan/search/phrases.py and plan/search/candidate.py, and of the way there in deck/reading/deck_input.py.
 """
 
@@ -17,7 +17,7 @@ from hpctrain.cli.plan import command
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError
-from hpctrain.plan import holding
+from hpctrain.plan import memory_budget
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.search.deck import SearchOptions, chosen_layout, laid_out, search_deck, with_choice
 from hpctrain.plan.search.phrases import arguments
@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def same_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that plans several times holds more and more by itself."""
-    monkeypatch.setattr(holding, "library_bytes", lambda: 300_000_000)
+    monkeypatch.setattr(memory_budget, "library_bytes", lambda: 300_000_000)
 
 
 def plan(*words: object) -> Result:

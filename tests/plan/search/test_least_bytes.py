@@ -29,7 +29,7 @@ def machine_of(per_node: int, shared: bool = False) -> MachineRates:
 
 
 def planned(deck: Deck, ranks: int) -> MemoryPlan:
-    return bare(deck, ranks).memory(deck)
+    return bare(deck, ranks).plan(deck)
 
 
 def is_left(deck: Deck, ranks: int, machine: MachineRates, limit: float) -> bool:
@@ -46,7 +46,7 @@ def test_no_layout_that_fits_is_left_out(model: str, seed: int) -> None:
     machine = machine_of(per_node, shared=random.random() < 0.5)
     frozen = random.choice(((), (), ('model.frozen=["embedding.*"]',)))
     deck = draw(random, machine, ranks, model, *frozen)
-    together = bare(deck, ranks).together(deck)
+    together = bare(deck, ranks).ranks_on_node(deck)
     needed = planned(deck, ranks).max_node_bytes(together) / together
     assert is_left(deck, ranks, machine, needed), deck.layout
     assert not is_left(deck, ranks, machine, 1.0)

@@ -21,9 +21,9 @@ from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.room import Room
+from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.search.nodes import LayoutNode, Node
-from hpctrain.plan.search.search import SearchResult, has_room, roomiest, search
+from hpctrain.plan.search.search import SearchResult, least_memory_layout, search, some_layout_fits
 from hpctrain.plan.search.search_space import EVERY, SearchSpace
 from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine
@@ -42,19 +42,19 @@ KEPT = {"recompute": "none", "activations": "keep"}
 @dataclass(frozen=True)
 class Case:
     """A deck that gives some keys of its layout and its memory, on so many ranks of a machine, each of which
-    may hold `room` bytes.
+    may hold `rank_bytes` bytes.
     """
 
     keys: Sequence[str]
     layout: Mapping[str, object] = field(default_factory=dict)
     memory: Mapping[str, object] = field(default_factory=dict)
-    room: float = 1e12
+    rank_bytes: float = 1e12
     ranks: int = 64
     machine: MachineRates = SELENE
 
     @property
     def deck(self) -> Deck:
-        of_node = int(self.room * self.machine.ranks_per_node)
+        of_node = int(self.rank_bytes * self.machine.ranks_per_node)
         keys = ("run.device=cpu", "precision.compute=bf16", f"machine.memory={of_node}", *self.keys)
         deck = self.machine.of_deck(parse_deck(DECK, keys)).with_keys(layout=self.layout, memory=self.memory)
         given = [f"layout.{key}" for key in self.layout] + [f"memory.{key}" for key in self.memory]
@@ -69,25 +69,25 @@ CASES = {
         (*LARGE, "model.layers=8"),
         {**NO_CONTEXT, "sequence_parallel": False, "zero": 1, "zero_group": None},
         {**KEPT, "optimizer": "device"},
-        room=0.8e9,
+        rank_bytes=0.8e9,
     ),
     "llama": Case(
         (*LARGE, *LLAMA, "model.key_value_heads=4", "batch.micro_size=1"),
         {"pipeline": 2, "schedule": "1f1b", "chunks": 1, "zero": 0},
         {"activations": "keep", "optimizer": "device"},
-        room=0.4e9,
+        rank_bytes=0.4e9,
     ),
     "mixture": Case(
         (*MIXTURE, "batch.micro_size=1"),
         {**NO_CONTEXT, "schedule": "interleaved", "chunks": 2, "pipeline": 2, "sequence_parallel": False},
         {**KEPT, "optimizer": "device"},
-        room=0.16e9,
+        rank_bytes=0.16e9,
     ),
     "vocabulary": Case(
         ("model.vocabulary=200000", "model.tied=true", "batch.global_size=64"),
         {**NO_CONTEXT, "zero": 0, "sequence_parallel": False},
         {**KEPT, "optimizer": "device"},
-        room=0.8e9,
+        rank_bytes=0.8e9,
     ),
     "tight": Case(
         ("model.hidden=1024", "batch.global_size=64"),
@@ -99,14 +99,14 @@ CASES = {
             "schedule": "1f1b",
             "chunks": 1,
         },
-        room=0.25e9,
+        rank_bytes=0.25e9,
         machine=machine_of(8),
     ),
     "one node": Case(
         (*LLAMA, "batch.global_size=16"),
         {"zero": 1},
         {**KEPT, "optimizer": "device"},
-        room=0.4e9,
+        rank_bytes=0.4e9,
         ranks=8,
         machine=machine_of(8, shared=True),
     ),
@@ -114,7 +114,7 @@ CASES = {
         (*LARGE, "batch.global_size=64"),
         {**NO_CONTEXT, "schedule": "zb-h1", "chunks": 1, "sequence_parallel": True},
         {**KEPT, "optimizer": "device"},
-        room=0.9e9,
+        rank_bytes=0.9e9,
         machine=SLOW,
     ),
     "a heavy head": Case(
@@ -128,7 +128,7 @@ CASES = {
         ("model.layers=14", "model.vocabulary=80000", "batch.global_size=64"),
         {**NO_CONTEXT, "tensor": 1, "zero_group": None, "sequence_parallel": False},
         {**KEPT, "optimizer": "device"},
-        room=0.7e9,
+        rank_bytes=0.7e9,
         ranks=16,
         machine=SELENE.model_copy(update={"memory_bandwidth": 2e11}),
     ),
@@ -136,7 +136,7 @@ CASES = {
         ("model.vocabulary=50000", "batch.global_size=36", "batch.micro_size=1"),
         {**NO_CONTEXT, "zero": 1, "zero_group": None, "sequence_parallel": False},
         {"activations": "keep", "optimizer": "device"},
-        room=0.4e9,
+        rank_bytes=0.4e9,
         ranks=36,
         machine=machine_of(6),
     ),
@@ -153,9 +153,9 @@ def key_of(deck: Deck) -> tuple[object, ...]:
 def test_the_best_are_those_of_brute_force(name: str) -> None:
     case = CASES[name]
     deck, ranks, machine = case.deck, case.ranks, case.machine
-    holding = bare(deck, ranks)
-    found = search(deck, ranks, machine, holding)
-    expected = Brute(deck, ranks, machine).best(holding, 10)
+    budget = bare(deck, ranks)
+    found = search(deck, ranks, machine, budget)
+    expected = Brute(deck, ranks, machine).best(budget, 10)
     assert len(expected) >= 10
     assert [each.seconds for each in found.best] == pytest.approx(
         [each[0] for each in expected[:10]], rel=1e-9
@@ -168,9 +168,9 @@ def test_with_those_that_hold_less_the_best_are_those_of_brute_force() -> None:
     keys = ("model.layers=14", "batch.global_size=32", "batch.micro_size=1")
     given = {**NO_CONTEXT, "tensor": 1, "zero": 1, "zero_group": None, "sequence_parallel": False}
     case = Case(keys, {**given, "pipeline": 8}, {**KEPT, "optimizer": "device"}, ranks=16)
-    holding = bare(case.deck, case.ranks)
-    found = search(case.deck, case.ranks, case.machine, holding, 99, schedules=EVERY).best
-    expected = Brute(case.deck, case.ranks, case.machine, EVERY).best(holding, 99)
+    budget = bare(case.deck, case.ranks)
+    found = search(case.deck, case.ranks, case.machine, budget, 99, schedules=EVERY).best
+    expected = Brute(case.deck, case.ranks, case.machine, EVERY).best(budget, 99)
     assert {"v-half", "v-min"} <= {each.deck.layout.schedule for each in found}
     assert [each.seconds for each in found] == pytest.approx([each[0] for each in expected], rel=1e-9)
 
@@ -197,16 +197,16 @@ def down(tree: Tree, node: Node, random: Random) -> list[Node]:
 def test_no_layout_undercuts_the_nodes_above_it(name: str) -> None:
     case, random = CASES[name], Random(name)
     deck = case.deck
-    tree, holding = tree_of(deck, case.ranks, case.machine, 1e15), bare(deck, case.ranks)
-    together, roots, seen = holding.together(deck), list(tree.roots()), 0
+    tree, budget = tree_of(deck, case.ranks, case.machine, 1e15), bare(deck, case.ranks)
+    together, roots, seen = budget.ranks_on_node(deck), list(tree.roots()), 0
     for root in random.choices(roots, k=25):
         *above, last = down(tree, root, random)
         if not isinstance(last, LayoutNode):
             continue
         seen += 1
-        seconds = plan_step(last.deck, case.ranks, holding.vocabulary, case.machine).seconds
+        seconds = plan_step(last.deck, case.ranks, budget.vocabulary, case.machine).seconds
         assert sum(tree.seconds(last).values()) == pytest.approx(seconds)
-        needed = holding.memory(last.deck).max_node_bytes(together) / together
+        needed = budget.plan(last.deck).max_node_bytes(together) / together
         for node in (*above, last):
             assert node.bound <= seconds * (1 + 1e-12), (node, last.deck.layout)
             assert node.least <= needed, (node, last.deck.layout)
@@ -230,17 +230,17 @@ GIVEN: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 def test_what_a_deck_gives_stays_and_what_is_found_is_what_its_deck_is_planned_to_be(name: str) -> None:
     layout, memory = GIVEN[name]
     case = Case(OPEN, {**NO_CONTEXT, **layout}, {**KEPT, **memory})
-    holding = bare(case.deck, case.ranks)
+    budget = bare(case.deck, case.ranks)
     found = found_by(case, 2).best
     assert found
     for each in found:
         assert {key: getattr(each.deck.layout, key) for key in layout} == layout
         assert {key: getattr(each.deck.memory, key) for key in memory} == memory
         assert not {f"layout.{key}" for key in layout} & set(each.changes)
-        step = plan_step(each.deck, case.ranks, holding.vocabulary, case.machine)
+        step = plan_step(each.deck, case.ranks, budget.vocabulary, case.machine)
         assert each.seconds == pytest.approx(step.seconds)
         assert each.seconds_by_cause == pytest.approx(step.seconds_by_cause)
-        plan = holding.memory(each.deck)
+        plan = budget.plan(each.deck)
         assert each.memory_bytes == plan.largest.memory.total
         assert each.node_bytes == plan.max_node_bytes(case.machine.ranks_per_node)
         assert each.row()["changes"] == {key: each.deck.value(key) for key in each.changes}
@@ -281,8 +281,8 @@ def test_with_a_schedule_of_a_file_the_best_are_those_of_brute_force(
     given = {"schedule": str(path), "pipeline": 2, "chunks": chunks, "sequence_parallel": False}
     keys = ("model.layers=8", "batch.global_size=16", "model.vocabulary=50000")
     case = Case(keys, given, {**KEPT, "optimizer": "device"}, ranks=8)
-    holding = bare(case.deck, case.ranks)
-    expected = Brute(case.deck, case.ranks, case.machine).best(holding, 99)
+    budget = bare(case.deck, case.ranks)
+    expected = Brute(case.deck, case.ranks, case.machine).best(budget, 99)
     found = found_by(case, 99).best
     assert len(expected) > 3
     assert [each.seconds for each in found] == pytest.approx([each[0] for each in expected], rel=1e-9)
@@ -290,47 +290,51 @@ def test_with_a_schedule_of_a_file_the_best_are_those_of_brute_force(
 
 def test_where_nothing_fits_the_quickest_is_told_with_what_lacks() -> None:
     vocabulary = CASES["vocabulary"]
-    case = replace(vocabulary, layout={**vocabulary.layout, "tensor": 2, "schedule": "1f1b"}, room=1e7)
+    case = replace(vocabulary, layout={**vocabulary.layout, "tensor": 2, "schedule": "1f1b"}, rank_bytes=1e7)
     assert not found_by(case).best
-    holding = bare(case.deck, case.ranks)
+    budget = bare(case.deck, case.ranks)
     known = layouts(tree_of(case.deck, case.ranks, case.machine, 1e15))
-    needs = [holding.memory(each.deck).max_node_bytes(8) / 8 for each in known]
-    case = replace(case, room=0.97 * min(needs))
+    needs = [budget.plan(each.deck).max_node_bytes(8) / 8 for each in known]
+    case = replace(case, rank_bytes=0.97 * min(needs))
     found = found_by(case)
     assert found.fell.counts["memory"] + found.fell.counts["memory plan"] > 0
     assert not found.best
-    assert found.missed is None or not found.missed.room.fits
-    assert found_by(replace(case, room=1.001 * min(needs))).best
-    least = roomiest(case.deck, case.ranks, case.machine, holding)
-    assert least is not None and least.room.needed == 8 * min(needs)
-    assert has_room(replace(case, room=1.001 * min(needs)).deck, case.ranks, case.machine, holding)
-    assert not has_room(case.deck, case.ranks, case.machine, holding)
+    assert found.missed is None or not found.missed.demand.fits
+    assert found_by(replace(case, rank_bytes=1.001 * min(needs))).best
+    least = least_memory_layout(case.deck, case.ranks, case.machine, budget)
+    assert least is not None and least.demand.needed == 8 * min(needs)
+    assert some_layout_fits(
+        replace(case, rank_bytes=1.001 * min(needs)).deck, case.ranks, case.machine, budget
+    )
+    assert not some_layout_fits(case.deck, case.ranks, case.machine, budget)
 
 
 class Picky(Bare):
     """On whose nodes only layouts with some values fit, whatever they need at the least."""
 
-    def memory_of(self, deck: Deck, schedule: Schedule, split: Sequence[int]) -> MemoryPlan:
+    def plan_split(self, deck: Deck, schedule: Schedule, split: Sequence[int]) -> MemoryPlan:
         return self.any_plan
 
-    def room(self, deck: Deck, memory: MemoryPlan) -> Room:
+    def demand(self, deck: Deck, memory: MemoryPlan) -> MemoryDemand:
         fits = (deck.batch.micro_size, deck.memory.recompute, deck.layout.zero) == (1, "full", 2)
-        return Room("a node", 8, 1 if fits else 3, MemoryLimit("node", 2, "of memory"))
+        return MemoryDemand("a node", 8, 1 if fits else 3, MemoryLimit("node", 2, "of memory"))
 
     @cached_property
     def any_plan(self) -> MemoryPlan:
-        return self.memory(parse_deck(DECK, ["batch.global_size=64"]))
+        return self.plan(parse_deck(DECK, ["batch.global_size=64"]))
 
 
 def test_a_search_goes_on_however_many_do_not_fit_by_their_plan() -> None:
     given = {**NO_CONTEXT, "chunks": 1, "split": None}
     case = Case((*OPEN, "batch.global_size=128"), given, {"activations": "keep"})
-    holding = Picky(case.ranks, 50_000)
-    found = search(case.deck, case.ranks, case.machine, holding, 5)
+    budget = Picky(case.ranks, 50_000)
+    found = search(case.deck, case.ranks, case.machine, budget, 5)
     assert found.fell.counts["memory plan"] > 300
-    tree = Tree(SearchSpace(case.deck, case.ranks), case.machine, holding, 1e15)
+    tree = Tree(SearchSpace(case.deck, case.ranks), case.machine, budget, 1e15)
     fitting = [
-        each for each in layouts(tree) if (room := holding.room(each.deck, holding.any_plan)) and room.fits
+        each
+        for each in layouts(tree)
+        if (demand := budget.demand(each.deck, budget.any_plan)) and demand.fits
     ]
     seconds = sorted(sum(tree.seconds(each).values()) for each in fitting)
     assert [each.seconds for each in found.best] == pytest.approx(seconds[:5])
@@ -339,8 +343,8 @@ def test_a_search_goes_on_however_many_do_not_fit_by_their_plan() -> None:
 def test_what_needs_least_is_found_though_others_need_less_by_their_bounds() -> None:
     given = {**NO_CONTEXT, "tensor": 8, "pipeline": 2, "schedule": "1f1b", "sequence_parallel": False}
     case = Case(OPEN, given, {"activations": "keep", "optimizer": "device"})
-    least = roomiest(case.deck, case.ranks, case.machine, Picky(case.ranks, 50_000))
-    assert least is not None and least.room.fits
+    least = least_memory_layout(case.deck, case.ranks, case.machine, Picky(case.ranks, 50_000))
+    assert least is not None and least.demand.fits
 
 
 def test_ranks_that_nothing_divides() -> None:
@@ -360,13 +364,13 @@ def test_ranks_of_a_node_that_hold_little_leave_room_for_those_that_hold_much() 
     keys = ("model.layers=14", "model.vocabulary=45000", "batch.micro_size=2", "model.tied=false")
     memory = {**KEPT, "optimizer": "device"}
     case = Case(keys, given, memory, ranks=16, machine=machine_of(16))
-    holding = bare(case.deck, case.ranks)
-    stages = [stage.memory.total for stage in holding.memory(case.deck).stages]
+    budget = bare(case.deck, case.ranks)
+    stages = [stage.memory.total for stage in budget.plan(case.deck).stages]
     mean = sum(stages) / len(stages)
     assert stages[0] > stages[1] > 1.2 * mean and stages[-1] > stages[1]
-    (only,) = found_by(replace(case, room=mean + 1)).best
+    (only,) = found_by(replace(case, rank_bytes=mean + 1)).best
     assert only.node_bytes == sum(stages)
-    assert not found_by(replace(case, room=mean - 1)).best
+    assert not found_by(replace(case, rank_bytes=mean - 1)).best
 
 
 @pytest.mark.sampled(1)

@@ -15,7 +15,7 @@ import pytest
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
-from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.search.nodes import LayoutNode, Node
 from hpctrain.plan.search.search import search
 from hpctrain.plan.search.search_space import SearchSpace, with_values
@@ -38,12 +38,12 @@ def deck_of(*keys: str) -> Deck:
 
 
 @cache
-def holding_on(ranks: int, memories: tuple[tuple[str, int, float], ...]) -> Holding:
-    return Holding(ranks, 61, 2, memories)
+def budget_on(ranks: int, memories: tuple[tuple[str, int, float], ...]) -> MemoryBudget:
+    return MemoryBudget(ranks, 61, 2, memories)
 
 
 def tree_of(deck: Deck, ranks: int, machine: MachineRates) -> Tree:
-    return Tree(SearchSpace(deck, ranks), machine, holding_on(ranks, machine.memories), inf)
+    return Tree(SearchSpace(deck, ranks), machine, budget_on(ranks, machine.memories), inf)
 
 
 def layouts(tree: Tree) -> Iterator[tuple[list[Node], LayoutNode]]:
@@ -94,7 +94,7 @@ def test_nor_where_each_kind_is_good_at_another_layer() -> None:
         "layout.pipeline=2",
         "layout.tensor=1",
     )
-    tree = Tree(SearchSpace(deck, 8), machine, Holding(8, 500, 2), inf)
+    tree = Tree(SearchSpace(deck, 8), machine, MemoryBudget(8, 500, 2), inf)
     for above, layout in layouts(tree):
         seconds = sum(tree.seconds(layout).values())
         assert all(node.bound <= seconds for node in (*above, layout))
@@ -106,7 +106,7 @@ def test_the_quickest_is_found(name: str) -> None:
     deck = deck_of("model.layers=6")
     tree = tree_of(deck, 8, machine)
     expected = sorted(sum(tree.seconds(layout).values()) for _, layout in layouts(tree))
-    found = search(deck, 8, machine, holding_on(8, machine.memories), 5).best
+    found = search(deck, 8, machine, budget_on(8, machine.memories), 5).best
     assert [each.seconds for each in found] == pytest.approx(expected[:5])
     for each in found:
         assert each.seconds == pytest.approx(plan_step(each.deck, 8, 61, machine).seconds)
@@ -161,14 +161,14 @@ def alone(tree: Tree, layout: LayoutNode, layer: LayerSizes, stage: int) -> floa
 
 def test_stages_that_are_twice_as_fast_hold_twice_the_blocks() -> None:
     deck = deck_of("model.layers=18", "layout.pipeline=4", "layout.schedule=1f1b", "layout.tensor=1")
-    best = search(deck, 8, kinds(FAST), holding_on(8, kinds(FAST).memories), 1).best[0]
+    best = search(deck, 8, kinds(FAST), budget_on(8, kinds(FAST).memories), 1).best[0]
     assert best.changes["layout.split"] == best.deck.layout.split == (3, 3, 6, 6)
 
 
 def test_a_split_that_the_deck_gives_stays() -> None:
     deck = deck_of("model.layers=6", "layout.pipeline=2", "layout.split=[3, 3]", "layout.schedule=1f1b")
     for machine in (kinds(FAST), ONE):
-        for each in search(deck, 8, machine, holding_on(8, machine.memories), 3).best:
+        for each in search(deck, 8, machine, budget_on(8, machine.memories), 3).best:
             assert "layout.split" not in each.changes
             assert each.deck.layout.split == (3, 3)
 
@@ -177,7 +177,7 @@ def test_a_split_that_the_deck_gives_stays() -> None:
 def test_kinds_that_are_alike_are_one(layers: int) -> None:
     deck, alike = deck_of(f"model.layers={layers}"), kinds("memory = 5e9")
     one, several = (
-        search(deck, 8, machine, holding_on(8, machine.memories), 20).best for machine in (ONE, alike)
+        search(deck, 8, machine, budget_on(8, machine.memories), 20).best for machine in (ONE, alike)
     )
     rows = [[(each.changes, each.seconds_by_cause) for each in found] for found in (one, several)]
     assert rows[0] == rows[1]
@@ -189,17 +189,17 @@ def test_no_node_holds_more_than_its_kind_has() -> None:
     deck = deck_of(*keys, "layout.tensor=1", "layout.zero=0", "batch.micro_size=1")
     for memory in (4e8, 1e9):
         machine = kinds(f"{FAST}\nmemory = {memory}").model_copy(update={"memory": 1e9})
-        holding = holding_on(8, machine.memories)
+        budget = budget_on(8, machine.memories)
         planned = machine.of_deck(deck)
         (layout,) = (layout for _, layout in layouts(tree_of(deck, 8, machine)))
-        room = holding.room(planned, tree_of(planned, 8, machine).memory(layout))
-        assert room is not None
-        nodes = tree_of(planned, 8, machine).memory(layout).bytes_by_node(2, holding.shared(planned))
+        demand = budget.demand(planned, tree_of(planned, 8, machine).memory(layout))
+        assert demand is not None
+        nodes = tree_of(planned, 8, machine).memory(layout).bytes_by_node(2, budget.shared_bytes(planned))
         limits = [2e9, 2e9, 2 * memory, 2 * memory]
-        tightest = max(need / limit for need, limit in zip(nodes, limits, strict=True))
-        assert room.needed / room.limit.bytes == pytest.approx(tightest)
-        assert room.host == "a node of kind 0" or memory == 1e9
-        assert bool(search(planned, 8, machine, holding, 1).best) == room.fits == (tightest <= 1)
+        largest_demand = max(need / limit for need, limit in zip(nodes, limits, strict=True))
+        assert demand.needed / demand.limit.bytes == pytest.approx(largest_demand)
+        assert demand.host == "a node of kind 0" or memory == 1e9
+        assert bool(search(planned, 8, machine, budget, 1).best) == demand.fits == (largest_demand <= 1)
 
 
 def test_what_is_needed_at_the_least_is_told_for_the_memory_of_each_kind() -> None:
@@ -207,13 +207,13 @@ def test_what_is_needed_at_the_least_is_told_for_the_memory_of_each_kind() -> No
     keys = ("model.layers=8", "model.hidden=64", "layout.schedule=1f1b", "layout.tensor=1")
     machine = kinds(f"{FAST}\nmemory = 5e8").model_copy(update={"memory": 1e9})
     deck = machine.of_deck(deck_of(*keys))
-    holding, alike = holding_on(8, machine.memories), holding_on(8, kinds(FAST).memories)
-    tree, plain = (Tree(SearchSpace(deck, 8), machine, each, inf) for each in (holding, alike))
+    budget, alike = budget_on(8, machine.memories), budget_on(8, kinds(FAST).memories)
+    tree, plain = (Tree(SearchSpace(deck, 8), machine, each, inf) for each in (budget, alike))
     ratios = []
     for (above, layout), (_, other) in zip(layouts(tree), layouts(plain), strict=True):
-        room = holding.room(deck, tree.memory(layout))
-        assert room is not None
-        planned = tree.needs.planned(room)
+        demand = budget.demand(deck, tree.memory(layout))
+        assert demand is not None
+        planned = tree.needs.planned(demand)
         assert all(node.least <= planned for node in (*above, layout))
         ratios.append(layout.least / other.least)
     assert ratios and 1.5 < min(ratios) <= max(ratios) <= 2
@@ -227,7 +227,7 @@ def test_a_faster_kind_makes_no_best_layout_slower() -> None:
         faster = {"products": {"fp32": ProductRates(**rates)}, "memory_bandwidth": speed * 1e10}
         other = machine.others[0].model_copy(update=faster)
         machine = machine.model_copy(update={"others": (other,)})
-        seconds = search(deck, 8, machine, holding_on(8, machine.memories), 1).best[0].seconds
+        seconds = search(deck, 8, machine, budget_on(8, machine.memories), 1).best[0].seconds
         assert seconds <= before * (1 + 1e-9)
         before = seconds
 
@@ -236,19 +236,19 @@ def test_on_one_kind_blocks_are_split_by_seconds_where_that_pays() -> None:
     """A head of many rows, whose losses take longer than their FLOPs tell."""
     machine = ONE.model_copy(update={"memory_bandwidth": 5e8})
     deck = deck_of("layout.pipeline=2", "layout.schedule=1f1b", "model.layers=8", "model.vocabulary=2000")
-    holding = Holding(2, 2000, 2)
+    budget = MemoryBudget(2, 2000, 2)
     usual = with_values(deck, {"layout.split": None})
     places = {**deck.sources.places, "layout.split": Place("deck.toml")}
     sections = {name: getattr(usual, name) for name in type(usual).model_fields}
     usual = Deck.model_validate(sections, context=replace(deck.sources, places=places))
-    plain, split = (search(each, 2, machine, holding, 3).best for each in (usual, deck))
+    plain, split = (search(each, 2, machine, budget, 3).best for each in (usual, deck))
     assert all(each.deck.layout.split is None for each in plain)
     for each in split:
         assert each.seconds == pytest.approx(plan_step(each.deck, 2, 2000, machine).seconds)
     assert isinstance(split[0].changes["layout.split"], tuple)
     assert split[0].seconds <= (1 - LEAST_GAIN) * plain[0].seconds
     assert [each.seconds for each in split] == sorted(each.seconds for each in split)
-    tree = Tree(SearchSpace(deck, 2), machine, holding, inf)
+    tree = Tree(SearchSpace(deck, 2), machine, budget, inf)
     size = split[0].deck.batch.micro_size
     layout, other = (node for _, node in layouts(tree) if node.at.micro_size == size)
     assert other.usual == layout and other.split == split[0].deck.layout.split

@@ -31,12 +31,12 @@ def timed(deck: Deck, machine: MachineRates) -> StepPlan:
     return plan_step(deck, RANKS, 61, machine)
 
 
-def advised(*keys: str, least: int = 0, room: float = 1e18) -> Advice:
-    """The advice where a change takes as many bytes as its text has letters, over `least`, of the room."""
+def advised(*keys: str, least: int = 0, limit: float = 1e18) -> Advice:
+    """Return the advice if ZeRO level z needs `least` + 100 z bytes, and `limit` bytes are there."""
 
     def held(deck: Deck) -> tuple[int, bool]:
         size = least + 100 * deck.layout.zero
-        return size, size <= room
+        return size, size <= limit
 
     deck = small_deck(*keys)
     return advise(
@@ -76,11 +76,11 @@ def test_the_gain_is_the_difference_of_two_plans(keys: tuple[str, ...]) -> None:
 
 def test_what_does_not_fit_is_no_advice() -> None:
     keys = (*WIDE, "layout.zero=3", "batch.sequence=16")
-    gain = advised(*keys, room=250).gain
+    gain = advised(*keys, limit=250).gain
     assert gain is not None and gain.fits
     others = [(seconds, change) for seconds, change in fastest(*keys) if "zero" in change]
     assert others and gain.change == others[0][1]
-    assert advised(*keys, least=300, room=250).gain is None
+    assert advised(*keys, least=300, limit=250).gain is None
 
 
 def test_no_change_helps_where_all_takes_the_same() -> None:
@@ -165,7 +165,7 @@ def test_the_plan_says_what_limits_and_what_would_help(tmp_path: Path) -> None:
     assert best["seconds"] == plan.step.seconds
     more = plan.memory.largest.memory.total - told["total_bytes"]
     assert best["more_bytes"] == pytest.approx(more, abs=2e7)  # libraries are measured
-    assert best["fits"] is (plan.room is not None and plan.room.fits)
+    assert best["fits"] is (plan.demand is not None and plan.demand.fits)
 
 
 def test_words_say_what_is_known() -> None:

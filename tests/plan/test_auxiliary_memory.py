@@ -1,6 +1,6 @@
 """What a run holds that learns by rewards, planned to the byte: critic, reference, the copy that writes.
 
-Tests of plan/companions.py, deck/auxiliary_decks.py, engine/stages/inference_stage.py and
+Tests of plan/auxiliary_memory.py, deck/auxiliary_decks.py, engine/stages/inference_stage.py and
 costs/cache_plan.py.
 """
 
@@ -17,7 +17,7 @@ from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import engine as plan_engine
-from hpctrain.plan.companions import plan_run_memory
+from hpctrain.plan.auxiliary_memory import plan_run_memory
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory

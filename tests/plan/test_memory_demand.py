@@ -1,6 +1,6 @@
 """Runs that do not fit into memory: refused by their plan, or ended in one sentence.
 
-Tests of plan/engine.py and plan/room.py.
+Tests of plan/engine.py and plan/memory_demand.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host import memory as host_memory
 from hpctrain.plan import engine as plan_engine
-from hpctrain.plan import room as plan_room
+from hpctrain.plan import memory_demand
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.plan.room import Claim, demand_room, limits_of, tightest
+from hpctrain.plan.memory_demand import RankDemand, largest_demand, process_limits, require_memory
 from tests.engines import DECK, small_deck
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -115,12 +115,12 @@ def test_ranks_of_a_node_count_together(
 ) -> None:
     """A limit that one rank would keep, two do not."""
     needed = 10**9
-    monkeypatch.setattr(plan_room, "shared_resident_bytes", lambda: 10**8)
+    monkeypatch.setattr(memory_demand, "shared_resident_bytes", lambda: 10**8)
     limit(tmp_path, 1_900_000_000, monkeypatch)
-    demand_room(world, small_deck().machine, "deck", needed, str)
+    require_memory(world, small_deck().machine, "deck", needed, str)
     limit(tmp_path, 1_899_999_999, monkeypatch)
     with pytest.raises(HpctrainError, match=r"2 ranks need 1\.9 GB"):
-        demand_room(world, small_deck().machine, "deck", needed, str)
+        require_memory(world, small_deck().machine, "deck", needed, str)
 
 
 @pytest.mark.mpi(max_size=2)
@@ -129,7 +129,7 @@ def test_memory_that_others_hold_is_warned_of(
 ) -> None:
     limit(tmp_path, 10**12, monkeypatch, free=10)
     monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
-    demand_room(world, small_deck().machine, "deck", 10**10, str)
+    require_memory(world, small_deck().machine, "deck", 10**10, str)
     assert ("has only 10.2 kB of its memory free" in caplog.text) == (world.rank == 0)
 
 
@@ -196,11 +196,11 @@ def test_memory_that_ends_all_the_same_is_one_sentence(deck: Path, launch: Launc
 @pytest.mark.parametrize(("names", "ranks"), [("ab", 1), ("aa", 2)])
 def test_gpus_are_told_apart_by_their_uuid(names: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank sees one GPU, which has the number 0."""
-    monkeypatch.setattr(plan_room, "gpu_memory_bytes", lambda _: 80)
+    monkeypatch.setattr(memory_demand, "gpu_memory_bytes", lambda _: 80)
     claims = []
     for name in names:
-        monkeypatch.setattr(plan_room, "gpu_identity", lambda _, name=name: name)
-        claims.append(Claim(0, "node", 50, 0, limits_of(Machine(), torch.device("cuda", 0), {})))
-    room = tightest(claims)
-    assert room is not None
-    assert (room.ranks, room.needed, room.limit.text) == (ranks, 50 * ranks, "on GPU 0")
+        monkeypatch.setattr(memory_demand, "gpu_identity", lambda _, name=name: name)
+        claims.append(RankDemand(0, "node", 50, 0, process_limits(Machine(), torch.device("cuda", 0), {})))
+    demand = largest_demand(claims)
+    assert demand is not None
+    assert (demand.ranks, demand.needed, demand.limit.text) == (ranks, 50 * ranks, "on GPU 0")

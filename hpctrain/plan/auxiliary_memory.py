@@ -1,8 +1,8 @@
-"""The memory of a whole run: of the model that it trains, and of what a policy has beside it.
+"""Memory plan of a whole run: of the model that it trains, and of a policy's auxiliary models.
 
-A critic is trained as the policy is, in its own layout; a reference and a copy that writes are parameters
-alone. Each may have ranks of its own. Models beside each other compute in turn: what serves a step in passing
-is there once, for the one that needs most.
+A critic is trained like the policy, in its own layout. A reference model, reward models, and a copy that
+generates texts have only parameters. Each model may have ranks of its own. Models on the same ranks compute
+in turn, so that they share memory which is only needed during a step.
 """
 
 from __future__ import annotations
@@ -48,14 +48,19 @@ REWARD_MODELS = "reward model"
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """What another model holds on the ranks of each of its pipeline's stages, in their order."""
+class _AuxiliaryModel:
+    """Memory of an auxiliary model.
+
+    Attributes:
+        name: Name of the model.
+        stages: Memory of the ranks of each of its pipeline stages, in their order.
+    """
 
     name: str
     stages: Sequence[StageMemory]
 
-    def of_stage(self, number: int, count: int) -> StageMemory:
-        """The most on ranks of that one of `count` stages of the model that is trained."""
+    def on_stage(self, number: int, count: int) -> StageMemory:
+        """Return its largest memory on the ranks of one of `count` stages of the trained model."""
         own = len(self.stages)
         first, last = number * own // count, -(-(number + 1) * own // count)
         return max(self.stages[first:last], key=lambda stage: stage.memory.total)
@@ -70,127 +75,144 @@ def plan_run_memory(
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
 ) -> MemoryPlan:
-    """As `plan_memory`, of all that the run has. Ranks that have other models alone come after those of the
-    policy, as roles. Reward models are among it where their checkpoints can be read.
+    """Return the memory plan of a run, with its auxiliary models. The arguments are those of `plan_memory`.
+
+    Ranks that have only auxiliary models follow those of the policy as further stages, which `roles` names.
+    Reward models count if their checkpoints can be read.
     """
     plan = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule)
     if deck.objective.kind not in POLICY_KINDS:
         return plan
     deck = deck.with_keys(model={"vocabulary": vocabulary})
     per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks
-    division, others = RankPartition.of(deck, ranks), dict[str, _Beside]()
-    if (critic := critic_deck(deck, ranks)) is not None:
-        there = len(division.of_model(CRITIC))
-        own = plan_memory(critic, there, critic.model.vocabulary or vocabulary, libraries, ranks_per_node)
-        others[CRITIC] = _Beside(CRITIC, own.stages)
-    if (reference := reference_deck(deck, ranks)) is not None:
-        there = len(division.of_model(REFERENCE))
-        others[REFERENCE] = _Beside(REFERENCE, _shown(reference, there, vocabulary, per_node))
-    if judges := _reward_models(deck, len(division.of_model(REWARD)), per_node):
-        others[REWARD] = _Beside(REWARD_MODELS, judges)
-    first, *apart = division.rank_sets
-    beside = [others[model] for model in first.models if model in others]
+    auxiliary = _auxiliary_models(deck, ranks, vocabulary, libraries, ranks_per_node)
+    first, *further = RankPartition.of(deck, ranks).rank_sets
+    policy_models = [auxiliary[model] for model in first.models if model in auxiliary]
     device, tensor = device_kind(deck.run.device), deck.layout.tensor
     model, stage = plan_generation_stage(deck, len(first.ranks), tensor, per_node, device)
     if not generates_itself(deck):
-        beside.append(_Beside(COPY, [_held(stage)]))
+        policy_models.append(_AuxiliaryModel(COPY, [_parameter_memory(stage)]))
     texts, longest = concurrent_texts(deck, len(first.ranks) // tensor), deck.batch.sequence
     plans = (CachePlan.of(model, places, longest, as_in_training=True) for places in (texts, 1))
     cache, least = (plan.bytes for plan in plans)
     stages = []
     for each in plan.stages:
         joined = replace(each, memory=replace(each.memory, cache=cache), least_cache_bytes=least)
-        for other in beside:
-            joined = _joined(joined, other.name, other.of_stage(each.stage, len(plan.stages)))
+        for other in policy_models:
+            joined = _joined(joined, other.name, other.on_stage(each.stage, len(plan.stages)))
         stages.append(joined)
-    if not apart:
+    if not further:
         return replace(plan, stages=tuple(stages))
     count = len(first.ranks) // len(stages)
     names = [POLICY] if len(stages) == 1 else [f"stage {each.stage} of the {POLICY}" for each in stages]
     roles = [(name, count) for name in names]
-    for party in apart:
-        runtime = 0 if on_host(device) else CONTEXT_BYTES
+    runtime = 0 if on_host(device) else CONTEXT_BYTES
+    for rank_set in further:
         joined = StageMemory(len(stages), 0, 0, MemoryAccount(other=libraries, runtime=runtime))
-        for name in party.models:
-            if name in others:
-                joined = _joined(joined, others[name].name, others[name].of_stage(0, 1))
+        for name in rank_set.models:
+            if name in auxiliary:
+                joined = _joined(joined, auxiliary[name].name, auxiliary[name].on_stage(0, 1))
         stages.append(joined)
-        roles.append((" and ".join(party.models), len(party.ranks)))
+        roles.append((" and ".join(rank_set.models), len(rank_set.ranks)))
     return replace(plan, stages=tuple(stages), roles=tuple(roles))
 
 
+def _auxiliary_models(
+    deck: Deck, ranks: int, vocabulary: int, libraries: int, ranks_per_node: int | None
+) -> dict[str, _AuxiliaryModel]:
+    """Return the auxiliary models of a policy by their role: critic, reference model and reward models."""
+    partition, models = RankPartition.of(deck, ranks), dict[str, _AuxiliaryModel]()
+    per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks
+    if (critic := critic_deck(deck, ranks)) is not None:
+        own_ranks, own_vocabulary = len(partition.of_model(CRITIC)), critic.model.vocabulary or vocabulary
+        own = plan_memory(critic, own_ranks, own_vocabulary, libraries, ranks_per_node)
+        models[CRITIC] = _AuxiliaryModel(CRITIC, own.stages)
+    if (reference := reference_deck(deck, ranks)) is not None:
+        own_ranks = len(partition.of_model(REFERENCE))
+        stages = _inference_stages(reference, own_ranks, vocabulary, per_node)
+        models[REFERENCE] = _AuxiliaryModel(REFERENCE, stages)
+    if reward_models := _reward_models(deck, len(partition.of_model(REWARD)), per_node):
+        models[REWARD] = _AuxiliaryModel(REWARD_MODELS, reward_models)
+    return models
+
+
 def _joined(stage: StageMemory, name: str, other: StageMemory) -> StageMemory:
-    """What a rank holds that holds both."""
-    one, two, kept = stage.memory, other.memory, stage.state_copy_bytes + other.state_copy_bytes
-    passing = max(stage.reused_buffer_bytes, other.reused_buffer_bytes)
+    """Return the memory of a rank that has two models, of which the second has a name."""
+    one, two, copied = stage.memory, other.memory, stage.state_copy_bytes + other.state_copy_bytes
+    reused = max(stage.reused_buffer_bytes, other.reused_buffer_bytes)
     memory = replace(
         one,
         parameter=one.parameter + two.parameter,
         gradient=one.gradient + two.gradient,
         optimizer=one.optimizer + two.optimizer,
         activation=max(one.activation, two.activation),
-        buffer=one.buffer - stage.reused_buffer_bytes + two.buffer - other.reused_buffer_bytes + passing,
-        other=max(one.other - stage.state_copy_bytes, two.other - other.state_copy_bytes) + kept,
+        buffer=one.buffer - stage.reused_buffer_bytes + two.buffer - other.reused_buffer_bytes + reused,
+        other=max(one.other - stage.state_copy_bytes, two.other - other.state_copy_bytes) + copied,
         runtime=max(one.runtime, two.runtime),
         fragmented=max(one.fragmented, two.fragmented),
     )
-    held = two.parameter + two.gradient + two.optimizer
-    beside = {**stage.auxiliary_bytes, name: held}
+    states = two.parameter + two.gradient + two.optimizer
     return replace(
-        stage, memory=memory, reused_buffer_bytes=passing, state_copy_bytes=kept, auxiliary_bytes=beside
+        stage,
+        memory=memory,
+        reused_buffer_bytes=reused,
+        state_copy_bytes=copied,
+        auxiliary_bytes={**stage.auxiliary_bytes, name: states},
     )
 
 
 def _reward_models(deck: Deck, ranks: int, ranks_per_node: int) -> list[StageMemory]:
-    """What all of them hold together, at the most; nothing where there are none, or one of them is not to be
-    read here.
+    """Return the memory of all reward models together, at most one element.
+
+    It is empty if the deck has no reward model, or if the checkpoint of one cannot be read here.
     """
-    held: list[StageMemory] = []
+    joined: list[StageMemory] = []
     for name in filter(is_checkpoint, deck.policy.reward):
         try:
-            path = _newest(Path(name))
+            path = _newest_checkpoint(Path(name))
             own = evaluation_deck(read_state(path), path, [], ranks)
         except (HpctrainError, OSError):
             return []
         own = own.with_keys(run={"device": deck.run.device})
-        stages = _shown(own, ranks, own.model.vocabulary or 0, ranks_per_node)
-        largest = _Beside(name, stages).of_stage(0, 1)
-        held = [_joined(held[0], name, largest) if held else largest]
-    return held
+        stages = _inference_stages(own, ranks, own.model.vocabulary or 0, ranks_per_node)
+        largest = _AuxiliaryModel(name, stages).on_stage(0, 1)
+        joined = [_joined(joined[0], name, largest) if joined else largest]
+    return joined
 
 
-def _newest(target: Path) -> Path:
-    """The checkpoint meant by a file, or by a run's folder."""
+def _newest_checkpoint(target: Path) -> Path:
+    """Return the newest checkpoint of a run's folder, or the file itself."""
     if not target.is_dir():
         return target
     return next(iter(present_checkpoints(target / "checkpoints")), target)
 
 
-def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list[StageMemory]:
-    """Of a model that is only looked at, each stage of its pipeline."""
+def _inference_stages(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list[StageMemory]:
+    """Return the memory of each pipeline stage of a model that is not trained."""
     sizes, device = axis_sizes(deck, ranks), device_kind(deck.run.device)
     architecture = architecture_of(deck, vocabulary)
     placement = place_by_flops(deck, architecture, sizes["data"])
     schedule = placement.schedule_of(micro_batches(deck, sizes["data"]))
-    there = deck.memory.parameters == "device"
-    transport = deck.communication.requested_transport if there else "mpi"  # ranks have files of their own
+    on_device = deck.memory.parameters == "device"
+    # Offloaded parameters are in files of each rank.
+    transport = deck.communication.requested_transport if on_device else "mpi"
     stages = []
     for number in range(schedule.stage_count):
         mesh = PlannedMesh(sizes, number, ranks_per_node, device=device, transport=transport)
         position = PipelinePosition(schedule, placement.split, number)
         stage = plan_stage(deck, architecture, mesh, position, device, build_inference_stage)
         if deck.layout.zero > 2:
-            for _ in range(2):  # the second time it gathers ahead, in the order of the first
+            for _ in range(2):  # the second pass prefetches in the order of the first
                 rehearse_forward(stage, schedule, number)
-        held = _held(stage)
-        if not there:
-            held = replace(held, memory=replace(held.memory, parameter=0))
-        stages.append(held)
+        planned = _parameter_memory(stage)
+        if not on_device:
+            planned = replace(planned, memory=replace(planned.memory, parameter=0))
+        stages.append(planned)
     return stages
 
 
-def _held(stage: Stage) -> StageMemory:
-    """What its parameters take."""
+def _parameter_memory(stage: Stage) -> StageMemory:
+    """Return the memory of a stage's parameters and of the buffers that gather them."""
     copies = planned_converted_bytes(layer for model in stage.models for layer in model.layers)
     memory = MemoryAccount(parameter=value_bytes(stage.buckets) + copies, buffer=pool_bytes(stage.buckets))
     return StageMemory(0, 0, 0, memory)
