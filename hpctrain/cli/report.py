@@ -27,7 +27,7 @@ def command(run_dirs: tuple[Path, ...], output: Path, force: bool) -> None:
     environment. For a pipeline, it shows the schedule and the balance of its stages.
     """
     from hpctrain.units import format_bytes
-    from hpctrain.watch.told import write_report
+    from hpctrain.watch.run_report import write_report
 
     size = write_report(run_dirs, output, force=force)
     click.echo(f"{output}  {format_bytes(size)}")

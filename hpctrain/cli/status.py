@@ -23,7 +23,7 @@ def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool, watches: bo
     """
     from hpctrain.host.launcher import launched_rank
     from hpctrain.report.terminal import can_be_drawn_on
-    from hpctrain.watch.found_runs import runs_below
+    from hpctrain.watch.run_search import runs_below
     from hpctrain.watch.statuses import show_faulty, show_statuses
 
     if sum((watches, as_json, faulty)) > 1:

@@ -26,7 +26,7 @@ from hpctrain.train.skipped_steps import skip_reason
 from hpctrain.train.summary import outcome
 from hpctrain.train.time_limit import Pace
 from hpctrain.train.trainer import Trainer
-from hpctrain.watch.folder import way_on
+from hpctrain.watch.folder import resume_command
 from hpctrain.watch.metrics import StepMetrics
 from hpctrain.watch.peak_flops import PeakFlops
 from hpctrain.watch.reporter import Reporter
@@ -221,7 +221,9 @@ class StepReport(Hook):
                 reporter.say([] if self.memory.seconds is None else self.memory.seconds.table())
         if order.stop:
             step = f"after step {self.state.step} of {run.steps}"
-            reporter.say([f"stopped {step}: {order.why}; resume with `{way_on(self.folder, newest)}`"])
+            reporter.say(
+                [f"stopped {step}: {order.why}; resume with `{resume_command(self.folder, newest)}`"]
+            )
         elif order.early:
             step = f"after step {self.state.step} of {run.steps}"
             reporter.say([f"ended {step}: {order.why}; continue with a higher run.patience, or 0"])

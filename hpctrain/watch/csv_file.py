@@ -1,4 +1,4 @@
-"""`metrics.csv`: the rows of `metrics.jsonl` as a table, whose columns grow with the figures there are."""
+"""`metrics.csv`: the rows of `metrics.jsonl` as a table that gets a column for each new metric."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ CSV_FILE = "metrics.csv"
 
 
 class CsvFile:
-    """The file of a run that goes on after `step`; a cell is empty where a step has no such figure.
+    """Table of a run's metrics. A cell is empty if a step has no such metric.
 
-    A figure that was not there before gets a column behind the others, and the file is written anew from
-    `metrics.jsonl`, as it is where the run goes on or back; the old file stands until the new one does.
+    The first value of a metric adds a column after the others. Then the file is written again from
+    `metrics.jsonl`, as it is when a run is resumed or goes back. The old file is replaced when the new one is
+    complete.
+
+    Args:
+        folder: The run folder.
+        step: Step after which the run continues.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -32,27 +37,27 @@ class CsvFile:
         cells = _cells(row)
         if not cells.keys() <= self._columns.keys():
             self._columns |= dict.fromkeys(cells)
-            self._anew(row["step"] - 1)
+            self._rewrite(row["step"] - 1)
         assert self._file is not None
         self._writer(self._file).writerow(cells)
         self._file.flush()
 
     def go_back(self, step: int) -> None:
-        """Leave the rows of steps up to `step`."""
+        """Remove the rows of steps after `step`."""
         for row in self._rows(step):
             self._columns |= dict.fromkeys(_cells(row))
-        self._anew(step)
+        self._rewrite(step)
 
-    def close(self, whole: bool) -> None:  # noqa: ARG002  (a table does not tell)
+    def close(self, completed: bool) -> None:  # noqa: ARG002  (a table does not tell)
         """Close the file."""
         if self._file is not None:
             self._file.close()
 
     def abandon(self) -> None:
-        """Nothing here keeps a process from ending."""
+        """Do nothing: a file does not keep a process from ending."""
 
-    def _anew(self, step: int) -> None:
-        self.close(whole=False)
+    def _rewrite(self, step: int) -> None:
+        self.close(completed=False)
         new = self._path.with_name(CSV_FILE + ".new")
         with new.open("w", encoding="utf-8", newline="") as file:
             writer = self._writer(file)
@@ -64,7 +69,7 @@ class CsvFile:
         self._file = self._path.open("a", encoding="utf-8", newline="")
 
     def _rows(self, step: int) -> Iterator[Row]:
-        """Those of the metrics of steps up to `step`; the run may be appending others."""
+        """Yield the rows of `metrics.jsonl` up to a step. The run may append other rows at the same time."""
         if self._metrics.exists():
             for _, row in scan_metrics(self._metrics):
                 if row is not None and row["step"] <= step:
@@ -75,5 +80,5 @@ class CsvFile:
 
 
 def _cells(row: Row) -> dict[str, Scalar | None]:
-    """The cells of a row by their columns; that of a figure that is not finite is empty."""
+    """Return the cells of a row by column. The cell of a metric that is not finite is empty."""
     return {name: finite(value) for name, value in scalars(row).items()}

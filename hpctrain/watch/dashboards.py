@@ -1,4 +1,4 @@
-"""What a run tells besides its own files: tables, event files and services, as `[report]` says."""
+"""Tables, event files and services that receive the metrics of a run, as [report] of the deck says."""
 
 from __future__ import annotations
 
@@ -22,37 +22,46 @@ from hpctrain.watch.feed import Feed, RowWriter
 from hpctrain.watch.service import Service
 
 DASHBOARDS_FILE = "dashboards.json"
-"""By what name services know the run, for what is made of it after a resume."""
+"""File with the name by which services know the run, so that a resumed run continues there."""
 
 SECONDS_TO_END = 20.0
-"""That a run which is over waits for all of them together."""
+"""Seconds that a run waits at its end for all dashboards together."""
 
 _FILE_BYTES = 10_000
 
 
 class Dashboards:
-    """All that a deck asks for; on rank 0. What becomes of them is nothing to the run: see `Feed`."""
+    """Dashboards that a deck asks for, on rank 0. Their failures do not affect the run (see `Feed`)."""
 
     def __init__(self, deck: Deck, step: int) -> None:
-        """The run goes on after `step`; its folder and metrics.jsonl are there."""
+        """Start the dashboards.
+
+        Args:
+            deck: Deck of the run, whose folder and metrics.jsonl exist.
+            step: Step after which the run continues.
+        """
         self._feeds = [Feed(name, make) for name, make in _writers(deck, step).items()]
 
     def write(self, row: Callable[[], Row]) -> None:
-        """A step was made, whose row is asked for where anybody takes it."""
+        """Pass the metrics of a step to all dashboards. `row` is only called if there are dashboards."""
         if self._feeds:
-            told = row()
+            values = row()
             for feed in self._feeds:
-                feed.write(told)
+                feed.write(values)
 
     def go_back(self, step: int) -> None:
-        """The run goes on from the state after an earlier step."""
+        """Tell all dashboards that the run continues after an earlier step."""
         for feed in self._feeds:
             feed.go_back(step)
 
-    def close(self, whole: bool) -> None:
-        """The run is over: wait for what has not been written, but not for long."""
+    def close(self, completed: bool) -> None:
+        """End all dashboards. Wait at most `SECONDS_TO_END` until they have written everything.
+
+        Args:
+            completed: True if the run ended as planned, False if it failed.
+        """
         for feed in self._feeds:
-            feed.end(whole)
+            feed.end(completed)
         deadline = time.monotonic() + SECONDS_TO_END
         for feed in self._feeds:
             feed.close(deadline - time.monotonic())
@@ -60,7 +69,11 @@ class Dashboards:
 
 
 def require_packages(deck: Deck) -> None:
-    """HpctrainError with every key of [report] that asks for a package which is not installed."""
+    """Check that the packages of all dashboards are installed.
+
+    Raises:
+        HpctrainError: Keys of [report] require packages that are not installed.
+    """
     problems = [
         deck.problem(key, f"requires the package {package}, which is not installed: pip install {package}")
         for key, package in deck.report.packages.items()
@@ -71,34 +84,34 @@ def require_packages(deck: Deck) -> None:
 
 
 def _installed(package: str) -> bool:
-    """A folder of that name, such as `wandb` makes where it is used, is no package."""
+    """Return True if a package is installed. A folder of its name, such as `wandb` makes, does not count."""
     try:
-        found = find_spec(package)
+        spec = find_spec(package)
     except (ImportError, ValueError):
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 def _writers(deck: Deck, step: int) -> dict[str, Callable[[], RowWriter]]:
-    """How to make each writer, by its key."""
+    """Return the functions that make the writers, by key of the deck."""
     keys, folder = deck.report, Path(deck.run.dir)
-    found: dict[str, Callable[[], RowWriter]] = {}
+    writers: dict[str, Callable[[], RowWriter]] = {}
     if keys.csv:
-        found["report.csv"] = partial(CsvFile, folder, step)
+        writers["report.csv"] = partial(CsvFile, folder, step)
     if keys.tensorboard:
-        found["report.tensorboard"] = partial(EventFile, folder, step)
+        writers["report.tensorboard"] = partial(EventFile, folder, step)
     if keys.wandb != "off" or keys.trackio:
-        facts = {"id": _known_as(folder, step), "name": deck.run.title, "folder": str(folder.absolute())}
-        facts_all = {**facts, "config": deck_keys(deck), "mode": keys.wandb}
+        facts = {"id": _service_id(folder, step), "name": deck.run.title, "folder": str(folder.absolute())}
+        run_facts = {**facts, "config": deck_keys(deck), "mode": keys.wandb}
         if keys.wandb != "off":
-            found["report.wandb"] = partial(Service, "wandb", facts_all)
+            writers["report.wandb"] = partial(Service, "wandb", run_facts)
         if keys.trackio:
-            found["report.trackio"] = partial(Service, "trackio", facts_all)
-    return found
+            writers["report.trackio"] = partial(Service, "trackio", run_facts)
+    return writers
 
 
-def _known_as(folder: Path, step: int) -> str:
-    """Eight letters and digits that stay with a run: those in its file, where it goes on."""
+def _service_id(folder: Path, step: int) -> str:
+    """Return the name by which services know the run: 8 hexadecimal digits, stored for resumed runs."""
     path = folder / DASHBOARDS_FILE
     if step:
         try:
@@ -107,10 +120,10 @@ def _known_as(folder: Path, step: int) -> str:
                 return str(known)
         except (OSError, ValueError, TypeError, KeyError):
             pass
-    own = secrets.token_hex(4)
+    new_id = secrets.token_hex(4)
     try:
-        path.write_text(strict_json({"id": own}) + "\n", encoding="utf-8")
+        path.write_text(strict_json({"id": new_id}) + "\n", encoding="utf-8")
     except OSError as error:
         sentence = "%s: cannot be written, so a resumed run appears as a new run in wandb and trackio: %s"
         logging.getLogger("hpctrain").warning(sentence, path, error.strerror or error)
-    return own
+    return new_id

@@ -1,4 +1,4 @@
-"""A writer of metrics that a run does not wait for: its thread, its queue, and when it is given up."""
+"""Queue and thread that pass metrics to a writer, for which the run does not wait."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from typing import Protocol
 
 from hpctrain.report.rows import Row
 
-MOST_ROWS = 10_000  # that wait for a writer
-SECONDS_FOR_A_ROW = 120.0  # that a writer may take for one, or to begin
+MOST_ROWS = 10_000
+"""Largest number of rows that wait for a writer."""
+
+SECONDS_FOR_A_ROW = 120.0
+"""Seconds that a writer may need for one row, or to start."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a writer is told: a row and its time; or, with no row, that the run goes on from `step`."""
+class FeedEntry:
+    """Entry of the queue: a row of metrics, or the message that the run continues after an earlier step.
+
+    Attributes:
+        row: The row; None for the message.
+        time: Time of the entry, in seconds since 1970.
+        step: Step of the message.
+    """
 
     row: Row | None
     time: float
@@ -27,33 +36,37 @@ class Told:
 
 
 class RowWriter(Protocol):
-    """Where rows go. All but `abandon` is called by one thread; whatever one raises ends it."""
+    """Destination of rows. One thread calls all methods but `abandon`. An exception ends the writer."""
 
     def write(self, row: Row, now: float) -> None:
-        """Take the row of a step that ended at `now`, in seconds since 1970."""
+        """Write the row of a step that ended at `now`, in seconds since 1970."""
 
     def go_back(self, step: int) -> None:
-        """Rows of later steps than that count no more: the run makes them anew."""
+        """Discard the rows of later steps, which the run computes again."""
 
-    def close(self, whole: bool) -> None:
-        """No other row comes; whether the run did all that it was to do."""
+    def close(self, completed: bool) -> None:
+        """Close after the last row. `completed` is True if the run ended as planned, False if it failed."""
 
     def abandon(self) -> None:
-        """Let go of whatever could keep this process from ending; another thread may be at work in it."""
+        """Release everything that could keep this process from ending. Another thread may be in `write`."""
 
 
 class Feed:
-    """Hands rows to a writer that a thread makes and calls; nothing here ever waits but `close`.
+    """Passes rows to a writer that a thread makes and calls. No method waits except `close`.
 
-    A writer that raises, that lags `MOST_ROWS` rows behind, or that is at one for `SECONDS_FOR_A_ROW` is
-    given up: a warning says so once.
+    A writer is dropped with a warning if it raises an exception, lags `MOST_ROWS` rows behind, or needs more
+    than `SECONDS_FOR_A_ROW` for a row.
+
+    Attributes:
+        name: Key of the deck, for warnings.
+        lost: True if the writer was dropped.
     """
 
     def __init__(
         self, name: str, make: Callable[[], RowWriter], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name, self._make, self._clock = name, make, clock
-        self._told: queue.Queue[Told | bool] = queue.Queue(MOST_ROWS)
+        self._queue: queue.Queue[FeedEntry | bool] = queue.Queue(MOST_ROWS)
         self._busy: float | None = clock()
         self._writer: RowWriter | None = None
         self._lock = threading.Lock()
@@ -62,24 +75,24 @@ class Feed:
         self._thread.start()
 
     def write(self, row: Row) -> None:
-        """A step was made; the row is not to change any more."""
-        self._put(Told(row, time.time()))
+        """Add the row of a step, which the caller does not change any more."""
+        self._put(FeedEntry(row, time.time()))
 
     def go_back(self, step: int) -> None:
-        """The run goes on from the state after an earlier step."""
-        self._put(Told(None, time.time(), step))
+        """Tell the writer that the run continues after an earlier step."""
+        self._put(FeedEntry(None, time.time(), step))
 
-    def end(self, whole: bool) -> None:
-        """No other row comes: the writer closes when it has written all there are."""
-        self._put(whole)
+    def end(self, completed: bool) -> None:
+        """Let the writer close after it has written all rows. No other row may follow."""
+        self._put(completed)
 
     def close(self, seconds: float) -> None:
-        """Wait so long for the writer to be closed, and not longer."""
+        """Wait at most `seconds` until the writer has closed, else drop it."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
             self._drop("did not finish before the run ended")
 
-    def _put(self, told: Told | bool) -> None:
+    def _put(self, entry: FeedEntry | bool) -> None:
         if self.lost:
             return
         busy = self._busy
@@ -87,7 +100,7 @@ class Feed:
             self._drop(f"has not answered for {SECONDS_FOR_A_ROW:.0f} s")
             return
         try:
-            self._told.put_nowait(told)
+            self._queue.put_nowait(entry)
         except queue.Full:
             self._drop(f"is {MOST_ROWS} rows behind")
 
@@ -96,16 +109,16 @@ class Feed:
             writer = self._writer = self._make()
             while not self.lost:
                 self._busy = None
-                told = self._told.get()
+                entry = self._queue.get()
                 self._busy = self._clock()
-                if isinstance(told, bool):
-                    writer.close(told)
+                if isinstance(entry, bool):
+                    writer.close(entry)
                     return
-                if told.row is None:
-                    writer.go_back(told.step)
+                if entry.row is None:
+                    writer.go_back(entry.step)
                 else:
-                    writer.write(told.row, told.time)
-            writer.abandon()  # which nobody had where it was given up before it was made
+                    writer.write(entry.row, entry.time)
+            writer.abandon()  # it was dropped before it was made, so nobody has called this yet
         except BaseException as error:  # noqa: BLE001  (packages of others may raise anything, SystemExit too)
             self._drop(_reason(error))
 
@@ -117,7 +130,7 @@ class Feed:
         sentence = "%s: no further steps are sent, it %s (metrics.jsonl is complete)"
         logging.getLogger("hpctrain").warning(sentence, self.name, reason)
         with suppress(queue.Full):
-            self._told.put_nowait(False)  # wakes the thread, where it waits
+            self._queue.put_nowait(False)  # wakes the thread, where it waits
         if self._writer is not None:
             with suppress(Exception):
                 self._writer.abandon()

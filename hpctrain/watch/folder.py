@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and that one job alone writes to it."""
+"""Folder of a run: which run it belongs to, and the lock by which only one job writes to it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from hpctrain.watch.run_files import (
 )
 from hpctrain.watch.status import stored_status
 
-_SECONDS_PER_LOOK = 0.1
+_SECONDS_BETWEEN_TRIES = 0.1
+"""Seconds after which a lock is tried again. A process that checks if the folder is free holds it briefly."""
 
 _LOCK_BYTES = 1000
 _UNKNOWN = "unknown"
@@ -61,8 +62,8 @@ def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
             raise HpctrainError(deck.problem("run.dir", f"{held} with `--fresh`"))
     if ended_early and not (fresh or again) and read_token(folder) is not None:
         held = "holds a run whose state its nodes may still have in memory"
-        way = f"resume it with `{way_on(folder, None)}`, or replace it with `--fresh`"
-        raise HpctrainError(deck.problem("run.dir", f"{held}; {way}"))
+        remedy = f"resume it with `{resume_command(folder, None)}`, or replace it with `--fresh`"
+        raise HpctrainError(deck.problem("run.dir", f"{held}; {remedy}"))
     if ended_early or (fresh and not is_bare(folder)):
         return True
     refuse_other_run(deck)
@@ -70,7 +71,7 @@ def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
 
 
 def _refuse_file(deck: Deck) -> None:
-    """Raise where a run's folder, or one above it, is no folder."""
+    """Raise HpctrainError if a run's folder, or a folder above it, is a file."""
     for path in (folder := Path(deck.run.dir), *folder.parents):
         if path.exists() and not path.is_dir():
             above = "" if path == folder else f"lies below {path}, which "
@@ -78,20 +79,35 @@ def _refuse_file(deck: Deck) -> None:
 
 
 def clear_folder(deck: Deck, fresh: bool, again: bool, reads: Sequence[str] = ()) -> str:
-    """Make a run's folder ready for its beginning, on rank 0; in words, what stays there of others.
+    """Delete the files of an earlier run from a run's folder before a run starts, if `replaces` says so.
 
-    Errors as in `replaces`, by which it goes, and in `remove_run`: files that the run `reads`, besides those
-    of its deck, are not to be deleted.
+    Call this on rank 0.
+
+    Args:
+        deck: Deck of the run.
+        fresh: True to delete any earlier run.
+        again: True if the same run starts again.
+        reads: Files that the run reads besides those of its deck. They must not be deleted.
+
+    Returns:
+        A sentence about files that are not a run's and are kept; "" if there are none.
+
+    Raises:
+        HpctrainError: As in `replaces` and `remove_run`.
     """
     if not replaces(deck, fresh, again):
         return ""
-    stays = _remove(Path(deck.run.dir), [*reads, *_files_of(deck)], warns=not fresh)
+    foreign_files = _remove(Path(deck.run.dir), [*reads, *_files_of(deck)], warns=not fresh)
     refuse_other_run(deck)
-    return stays
+    return foreign_files
 
 
 def delete_run(folder: Path) -> None:
-    """Delete a run for good, and its folder, if nothing else is in it. Errors as in `remove_run`."""
+    """Delete a run, and its folder if nothing else is in it.
+
+    Raises:
+        HpctrainError: As in `remove_run`.
+    """
     if is_run(folder):
         with lock_folder(folder):
             if not remove_run(folder):
@@ -99,11 +115,15 @@ def delete_run(folder: Path) -> None:
 
 
 def refuse_other_run(deck: Deck) -> None:
-    """Raise if the run's folder holds another run, or files that it would write over."""
+    """Check that a run's folder contains no other run and no files that the run would overwrite.
+
+    Raises:
+        HpctrainError: It does.
+    """
     folder = Path(deck.run.dir)
     there = names_of_a_run(folder)
     if is_run(folder) and {"deck.toml", "metrics.jsonl", "checkpoints"}.intersection(there):
-        go_on = way_on(folder, next(iter(checkpoints(folder / "checkpoints")), None))
+        go_on = resume_command(folder, next(iter(checkpoints(folder / "checkpoints")), None))
         held = f"holds another run already; resume it with `{go_on}`, replace it with `--fresh`, or"
         raise HpctrainError(deck.problem("run.dir", f"{held} choose another run.dir or run.title"))
     if there and not is_run(folder):
@@ -111,47 +131,49 @@ def refuse_other_run(deck: Deck) -> None:
         raise HpctrainError(deck.problem("run.dir", f"{held} choose another run.dir or run.title"))
 
 
-def way_on(folder: Path, newest: Path | None, by_name: bool = False) -> str:
+def resume_command(folder: Path, newest: Path | None, by_name: bool = False) -> str:
     """Return the command that continues a run whose job has ended; "" if there is none.
 
     Args:
         folder: The run folder.
         newest: Its newest good checkpoint. If None, the run continues from what its nodes have in memory of
             it, or else begins again.
-        by_name: Whether the command names this checkpoint even if a resumed run takes it anyway.
+        by_name: True if the command names this checkpoint even if a resumed run takes it anyway.
     """
     start = stored_status(folder).get("started_in")
     elsewhere = isinstance(start, str) and Path(start).is_absolute() and Path(start).is_dir()
     elsewhere = elsewhere and Path(str(start)) != Path.cwd()
-    # The deck's relative paths, that of the run too, are meant from there.
-    own = folder.resolve() if elsewhere else folder
+    # Relative paths of the deck, and that of the run, are relative to that folder.
+    run_path = folder.resolve() if elsewhere else folder
     if newest is None and read_token(folder) is not None:
-        line = command_line("resume", own)
+        line = command_line("resume", run_path)
     elif newest is None:
         if not (folder / "deck.toml").exists():
             return ""
         fresh = ["--fresh"] if checkpoints(folder / "checkpoints") else []
-        here = ["--set", f"run.dir={own}"] if elsewhere else []
-        line = command_line("run", own / "deck.toml", *here, *fresh)
+        here = ["--set", f"run.dir={run_path}"] if elsewhere else []
+        line = command_line("run", run_path / "deck.toml", *here, *fresh)
     elif newest.parent.absolute() == (folder / "checkpoints").absolute():
         named = newest.absolute() if elsewhere else newest
-        line = command_line("resume", named if by_name else own)
+        line = command_line("resume", named if by_name else run_path)
     else:
-        line = command_line("resume", newest.resolve() if elsewhere else newest, "--set", f"run.dir={own}")
+        line = command_line(
+            "resume", newest.resolve() if elsewhere else newest, "--set", f"run.dir={run_path}"
+        )
     return f"cd {shlex.quote(str(start))} && {line}" if elsewhere else line
 
 
-def no_way_on(folder: Path) -> str:
-    """Return why no run can go on from a folder without a good checkpoint, and what to do instead."""
+def explain_no_checkpoint(folder: Path) -> str:
+    """Return why no run can be resumed from a folder without a good checkpoint, and what to do instead."""
     if (folder / "config.json").is_file() and not (folder / "checkpoints").exists():
         made = f"{command('import', folder, 'FILE.h5')} makes a checkpoint of it"
         return f"{folder}: is a Hugging Face folder, not a run folder; {made}"
     reason, again = (
         f"{folder / 'checkpoints'}: holds no valid checkpoint to resume from",
-        way_on(folder, None),
+        resume_command(folder, None),
     )
-    if _is_held(folder):
-        holder = _holder(folder)
+    if _is_locked(folder):
+        holder = _locking_job(folder)
         return (
             f"{reason}; its job is still running ({holder}); wait for its first checkpoint or until it ends"
         )
@@ -171,8 +193,10 @@ def refuse_other_folder(deck: Deck, checkpoint: Path) -> None:
     folder = Path(deck.run.dir)
     _refuse_file(deck)
     refuse_unfit(folder)
-    own = _is_own(folder, checkpoint)
-    if not (own or _ended_early(folder)) or not (is_run(folder) or names_of_a_run(folder) == ["checkpoints"]):
+    resumes_here = _contains_checkpoint(folder, checkpoint)
+    if not (resumes_here or _ended_early(folder)) or not (
+        is_run(folder) or names_of_a_run(folder) == ["checkpoints"]
+    ):
         refuse_other_run(deck)
 
 
@@ -185,7 +209,7 @@ def clear_other_folder(deck: Deck, checkpoint: Path) -> str:
         A sentence about files that are not a run's and are kept; "" if there are none.
     """
     folder = Path(deck.run.dir)
-    if _is_own(folder, checkpoint) or not _ended_early(folder):
+    if _contains_checkpoint(folder, checkpoint) or not _ended_early(folder):
         return ""
     return _remove(folder, [str(checkpoint), *_files_of(deck)], warns=True)
 
@@ -197,7 +221,7 @@ def _files_of(deck: Deck) -> list[str]:
     return [*token_files(deck), *sets, deck.layout.schedule, *source]
 
 
-def _is_own(folder: Path, checkpoint: Path) -> bool:
+def _contains_checkpoint(folder: Path, checkpoint: Path) -> bool:
     return checkpoint.resolve().parent == (folder / "checkpoints").resolve()
 
 
@@ -216,17 +240,22 @@ def _remove(folder: Path, needed: Sequence[str], warns: bool) -> str:
     # A folder without a run is not locked, since that would write a file. The lock file itself is kept, since
     # other jobs may wait for it.
     with lock_folder(folder) if is_run(folder) else contextlib.nullcontext():
-        stays = remove_run(folder, needed)
+        foreign_files = remove_run(folder, needed)
     if warns:
         sentence = "%s: replaces a run that ended before its first checkpoint"
         logging.getLogger("hpctrain").warning(sentence, folder)
-    return f"{folder}: kept {listed(stays)}, which no run wrote" if stays else ""
+    return f"{folder}: kept {listed(foreign_files)}, which no run wrote" if foreign_files else ""
 
 
 def take_folder(folder: Path) -> TextIO:
-    """Make the run's folder, if it is not there, hold it as `lock_folder` does, and mark it as a run's.
+    """Create a run's folder if necessary, lock it, and mark it as a run's.
 
-    HpctrainError also where what the run is to write is there as a link or as no regular file.
+    Returns:
+        The lock, as `lock_folder` returns it.
+
+    Raises:
+        HpctrainError: Another process has locked it, or it contains a link or a special file in place of a
+            file that the run will write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     refuse_unfit(folder)
@@ -236,9 +265,12 @@ def take_folder(folder: Path) -> TextIO:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Hold the folder until what this returns is closed, or the process ends, however it ends.
+    """Lock a folder until the returned file is closed or the process ends.
 
-    HpctrainError if another process holds it. Where the file system has no locks, that is logged.
+    If the file system has no locks, a warning is logged.
+
+    Raises:
+        HpctrainError: Another process has locked the folder.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     stream = os.fdopen(os.open(folder / LOCK, flags, 0o666), "a+", encoding="utf-8")
@@ -247,11 +279,11 @@ def lock_folder(folder: Path) -> TextIO:
     except BlockingIOError:
         stream.close()
         raise HpctrainError(
-            f"{folder}: another job writes to this run folder ({_holder(folder)}); "
+            f"{folder}: another job writes to this run folder ({_locking_job(folder)}); "
             "let it end, or choose another run.dir or run.title"
         ) from None
     except OSError as error:
-        # Whatever the reason is: file systems without locks say it in many ways.
+        # File systems without locks report it by different errors.
         logging.getLogger("hpctrain").warning(
             "%s: this file system has no locks (%s): nothing keeps a second job out of the folder",
             folder,
@@ -269,15 +301,15 @@ def lock_folder(folder: Path) -> TextIO:
 
 def is_free(folder: Path) -> bool:
     """Return True if no process has locked the folder. Without locks in the file system, return False."""
-    return _is_held(folder) is False
+    return _is_locked(folder) is False
 
 
 def running_job(folder: Path) -> str:
     """Return the job that writes to a run's folder now, in words; "" if there is none or it is unknown."""
-    return _holder(folder) if _is_held(folder) else ""
+    return _locking_job(folder) if _is_locked(folder) else ""
 
 
-def _is_held(folder: Path) -> bool | None:
+def _is_locked(folder: Path) -> bool | None:
     """Return True if a process has locked the folder; None if the file system has no locks."""
     try:
         with open_regular(folder / LOCK) as stream:
@@ -289,7 +321,7 @@ def _is_held(folder: Path) -> bool | None:
     return False
 
 
-def _holder(folder: Path) -> str:
+def _locking_job(folder: Path) -> str:
     """Return the job that has locked the folder, in words."""
     with contextlib.suppress(OSError, ValueError):
         return read_text(folder / LOCK, _LOCK_BYTES).strip() or _UNKNOWN
@@ -300,6 +332,5 @@ def _lock(stream: TextIO) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        # Who looks whether it is free holds it for a moment.
-        time.sleep(_SECONDS_PER_LOOK)
+        time.sleep(_SECONDS_BETWEEN_TRIES)
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""`hpctrain status --watch`: a live table of runs, in any window, until Ctrl-C."""
+"""`hpctrain status --watch`: a live table of runs that fits the window, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,19 +17,28 @@ from hpctrain.report.sparkline import BLOCKS, LETTERS, sparkline
 from hpctrain.report.terminal import live_console
 from hpctrain.text import counted, escaped
 from hpctrain.units import format_bytes, format_count, format_seconds
-from hpctrain.watch.found_runs import find_runs
-from hpctrain.watch.look import Look, Looker
+from hpctrain.watch.run_search import find_runs
+from hpctrain.watch.run_view import RunView, RunViewer
 from hpctrain.watch.status import ACTIVE
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-SECONDS_PER_LOOK = 2.0
-LOOKS_PER_SEARCH = 10  # for runs that were not there before
-_SHARE = 0.2  # of the time at most is spent on looking, where a file system is slow
-_WIDE, _CURVES, _GAP = 100, (8, 16), "  "  # from so many columns on, curves are longer
+SECONDS_PER_UPDATE = 2.0
+UPDATES_PER_SEARCH = 10
+"""Number of updates after which new runs are searched."""
+
+_BUSY_SHARE = 0.2
+"""Largest share of time that is spent on reading, if a file system is slow."""
+
+_WIDE, _CURVES, _GAP = 100, (8, 16), "  "
+"""Width of windows from which on curves are longer, both lengths of curves, and space between columns."""
+
 _NAME, _LEAST_NAME, _NEEDED = 20, 8, 5
-"""Letters of a run's name that stay as long as there are columns which are not needed, and in any case."""
+"""Width of a run's name below which other columns are removed, width in any case, and importance.
+
+Columns with an importance number above the third value are removed first.
+"""
 
 _STYLES = {
     "stalled": "bold red",
@@ -42,7 +51,12 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Style:
-    """How curves are drawn: by which marks, and how many."""
+    """Style of curves.
+
+    Attributes:
+        marks: Characters by height.
+        curve: Number of characters of a curve.
+    """
 
     marks: str
     curve: int
@@ -50,18 +64,23 @@ class Style:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column: its head, the cell of a run, whether cells begin at its left, and how soon it has to go where
-    the window is narrow; "" in all rows is no column at all.
+    """Column of the table. A column whose cells are all empty is left out.
+
+    Attributes:
+        head: Title of the column.
+        cell: Function that returns the cell of a run.
+        left: True if cells are aligned to the left.
+        goes: Order of removal in a narrow window: the column with the largest number is removed first.
     """
 
     head: str
-    cell: Callable[[Look, Style], str]
+    cell: Callable[[RunView, Style], str]
     left: bool
     goes: int
 
 
 def watch_runs(folders: Sequence[Path]) -> int:
-    """Show these runs, or all below here, until somebody ends it; the exit code."""
+    """Show these runs, or all below the current folder, until a signal ends it. Return the exit code."""
     from rich.console import Group
     from rich.live import Live
 
@@ -69,62 +88,74 @@ def watch_runs(folders: Sequence[Path]) -> int:
     marks = BLOCKS if "utf" in console.encoding.lower() else LETTERS
     watched = WatchedRuns(folders)
     lines: list[Text] = []
-    with ended_by_signals() as ended:
+    with ended_by_signals() as request:
         with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
-            while not ended.asked:
-                began = time.monotonic()
+            while not request.is_set:
+                start = time.monotonic()
                 lines = watched.lines(console.width, console.height, marks)
                 live.update(Group(*lines), refresh=True)
-                ended.wait(max(SECONDS_PER_LOOK, (time.monotonic() - began) / _SHARE))
-        console.print(*lines, sep="\n")  # the last table stays, where the screen was before
+                request.wait(max(SECONDS_PER_UPDATE, (time.monotonic() - start) / _BUSY_SHARE))
+        console.print(*lines, sep="\n")  # leave the last table on the normal screen
     return EXIT_DONE
 
 
 class WatchedRuns:
-    """The runs that are looked at: those of these folders, or where there are none, all below here."""
+    """Runs of the table.
+
+    Args:
+        folders: Run folders; if empty, all run folders below `root`.
+        root: Folder that is searched.
+    """
 
     def __init__(self, folders: Sequence[Path], root: Path = Path()) -> None:
         self._folders, self._root = folders, root
-        self._lookers: dict[Path, Looker] = {}
-        self._looks, self._all_seen = 0, True
+        self._viewers: dict[Path, RunViewer] = {}
+        self._updates, self._is_search_complete = 0, True
 
-    def looks(self, most: int) -> tuple[list[Look], int]:
-        """The first `most` runs in full, those that have a job before others; and how many there are."""
-        if self._looks % LOOKS_PER_SEARCH == 0:
+    def views(self, most: int) -> tuple[list[RunView], int]:
+        """Return views of the first `most` runs, those with a job first, and the number of all runs."""
+        if self._updates % UPDATES_PER_SEARCH == 0:
             folders = self._folders
             if not folders:
-                found = find_runs(self._root)
-                folders, self._all_seen = found.folders, found.all_seen
-            self._lookers = {each: self._lookers.get(each) or Looker(each) for each in folders}
-        self._looks += 1
-        looks = [looker.status() for looker in self._lookers.values()]
-        looks.sort(key=lambda look: look.status.get("state") not in {*ACTIVE, "stalled"})
-        return [self._lookers[look.folder].all_of(look) for look in looks[:most]], len(looks)
+                search = find_runs(self._root)
+                folders, self._is_search_complete = search.folders, search.is_complete
+            self._viewers = {each: self._viewers.get(each) or RunViewer(each) for each in folders}
+        self._updates += 1
+        views = [viewer.status() for viewer in self._viewers.values()]
+        views.sort(key=lambda view: view.status.get("state") not in {*ACTIVE, "stalled"})
+        return [self._viewers[view.folder].with_details(view) for view in views[:most]], len(views)
 
     def lines(self, width: int, height: int, marks: str = BLOCKS) -> list[Text]:
-        """What a window of that size shows now."""
+        """Return the lines that a window of this size shows now."""
         from rich.text import Text
 
-        looks, count = self.looks(max(1, height - 5))
-        busy = sum(look.status.get("state") in ACTIVE for look in looks)
-        more = "" if self._all_seen else " and more"
+        views, count = self.views(max(1, height - 5))
+        busy = sum(view.status.get("state") in ACTIVE for view in views)
+        more = "" if self._is_search_complete else " and more"
         title = f"{counted(count, 'run')}{more}, {busy} running  {time.strftime('%H:%M:%S')}  Ctrl-C ends"
-        if not looks:
+        if not views:
             title = f"no runs below {self._root.absolute()} yet  {time.strftime('%H:%M:%S')}  Ctrl-C ends"
-        rows = table_lines(looks, width, marks)
-        texts = [(title, "bold"), *rows, *((line, "dim") for line in _foot(looks, count))]
+        rows = table_lines(views, width, marks)
+        texts = [(title, "bold"), *rows, *((line, "dim") for line in _footer(views, count))]
         return [Text(_cut(escaped(text), width, marks), style, no_wrap=True) for text, style in texts]
 
 
-def table_lines(looks: Sequence[Look], width: int, marks: str = BLOCKS) -> list[tuple[str, str]]:
-    """The lines of the table with their styles, for a window of that width: of what does not fit, the least
-    important columns go first, and names of runs are shortened from the left at last.
+def table_lines(views: Sequence[RunView], width: int, marks: str = BLOCKS) -> list[tuple[str, str]]:
+    """Return the lines of the table with their styles.
+
+    If the table is wider than the window, the least important columns are removed first. At last, names of
+    runs are cut at their left end.
+
+    Args:
+        views: Views of the runs.
+        width: Width of the window.
+        marks: Characters of curves.
     """
-    if not looks:
+    if not views:
         return []
-    drawn = Style(marks, _CURVES[width >= _WIDE])
-    columns = [each for each in COLUMNS if any(each.cell(look, drawn) for look in looks)]
-    cells = {each: [each.head, *(each.cell(look, drawn) for look in looks)] for each in columns}
+    curve_style = Style(marks, _CURVES[width >= _WIDE])
+    columns = [each for each in COLUMNS if any(each.cell(view, curve_style) for view in views)]
+    cells = {each: [each.head, *(each.cell(view, curve_style) for view in views)] for each in columns}
     widths = {each: max(map(len, cells[each])) for each in columns}
     while sum(widths[each] for each in columns) + len(_GAP) * (len(columns) - 1) > width:
         least = max(columns, key=lambda each: each.goes)
@@ -138,87 +169,87 @@ def table_lines(looks: Sequence[Look], width: int, marks: str = BLOCKS) -> list[
         *(_tail(name, widths[COLUMNS[0]], marks) for name in cells[COLUMNS[0]][1:]),
     ]
     lines = []
-    for number in range(len(looks) + 1):
+    for number in range(len(views) + 1):
         texts = [
             cells[each][number].ljust(widths[each]) if each.left else cells[each][number].rjust(widths[each])
             for each in columns
         ]
-        state = looks[number - 1].status.get("state") if number else ""
+        state = views[number - 1].status.get("state") if number else ""
         style = _STYLES.get(str(state), "") if number else "bold"
         lines.append((_GAP.join(texts).rstrip(), style))
     return lines
 
 
-def _foot(looks: Sequence[Look], count: int) -> Iterator[str]:
-    """What stands below the table: what each disk has free, and what was left out."""
-    if count > len(looks):
-        yield f"{count - len(looks)} more do not fit into the window"
-    disks = {look.disk.device: (look.disk.free, str(look.folder)) for look in looks if look.disk is not None}
+def _footer(views: Sequence[RunView], count: int) -> Iterator[str]:
+    """Yield the lines below the table: number of runs that do not fit, free disk space, unreadable runs."""
+    if count > len(views):
+        yield f"{count - len(views)} more do not fit into the window"
+    disks = {view.disk.device: (view.disk.free, str(view.folder)) for view in views if view.disk is not None}
     if len(disks) == 1:
         yield f"free on the disk: {format_bytes(next(iter(disks.values()))[0])}"
     elif disks:
         yield "free on disks: " + ", ".join(f"{format_bytes(free)} ({path})" for free, path in disks.values())
-    for look in looks:
-        if look.problem:
-            yield look.problem
+    for view in views:
+        if view.problem:
+            yield view.problem
 
 
-def _step(look: Look, style: Style) -> str:  # noqa: ARG001
-    steps = look.status.get("steps")
-    return f"{look.status.get('step', 0)}/{'?' if steps is None else steps}" if look.status else ""
+def _step(view: RunView, style: Style) -> str:  # noqa: ARG001
+    steps = view.status.get("steps")
+    return f"{view.status.get('step', 0)}/{'?' if steps is None else steps}" if view.status else ""
 
 
-def _loss(look: Look, style: Style) -> str:  # noqa: ARG001
-    loss = _number(look.status, "loss")
+def _loss(view: RunView, style: Style) -> str:  # noqa: ARG001
+    loss = _number(view.status, "loss")
     return "" if loss is None else f"{loss:.4f}"
 
 
-def _rate(look: Look, style: Style) -> str:  # noqa: ARG001
-    rate = _number(look.status, "tokens_per_s")
-    return "" if rate is None or not _at_work(look) else format_count(rate)
+def _rate(view: RunView, style: Style) -> str:  # noqa: ARG001
+    rate = _number(view.status, "tokens_per_s")
+    return "" if rate is None or not _is_active(view) else format_count(rate)
 
 
-def _left(look: Look, style: Style) -> str:  # noqa: ARG001
-    left = _number(look.status, "seconds_left")
-    return "" if left is None or not _at_work(look) else format_seconds(round(left))
+def _left(view: RunView, style: Style) -> str:  # noqa: ARG001
+    left = _number(view.status, "seconds_left")
+    return "" if left is None or not _is_active(view) else format_seconds(round(left))
 
 
-def _ago(look: Look, style: Style) -> str:  # noqa: ARG001
-    since = _number(look.status, "seconds_since_step")
-    return "" if since is None or not _at_work(look) else format_seconds(round(since))
+def _ago(view: RunView, style: Style) -> str:  # noqa: ARG001
+    since = _number(view.status, "seconds_since_step")
+    return "" if since is None or not _is_active(view) else format_seconds(round(since))
 
 
-def _slow(look: Look, style: Style) -> str:  # noqa: ARG001
-    """The stragglers: of one, which rank it is; of several, how many."""
-    slow = look.status.get("stragglers")
-    if not isinstance(slow, list) or not slow or not _at_work(look):
+def _slow(view: RunView, style: Style) -> str:  # noqa: ARG001
+    """Return the number of the straggler, or how many ranks are stragglers."""
+    slow = view.status.get("stragglers")
+    if not isinstance(slow, list) or not slow or not _is_active(view):
         return ""
     first = slow[0] if isinstance(slow[0], dict) else {}
     return f"rank {first.get('rank', '?')}" if len(slow) == 1 else counted(len(slow), "rank")
 
 
-def _faults(look: Look, style: Style) -> str:  # noqa: ARG001
-    faults = _number(look.status, "silent_faults")
+def _faults(view: RunView, style: Style) -> str:  # noqa: ARG001
+    faults = _number(view.status, "silent_faults")
     return f"{faults:.0f}" if faults else ""
 
 
-def _at_work(look: Look) -> bool:
-    return look.status.get("state") in {*ACTIVE, "stalled"}
+def _is_active(view: RunView) -> bool:
+    return view.status.get("state") in {*ACTIVE, "stalled"}
 
 
 def _number(status: Mapping[str, Any], name: str) -> float | None:
-    """A figure of a status, which anybody may have written."""
+    """Return a number of a status; None if it is missing or not a number."""
     value = status.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 COLUMNS = (
-    TableColumn("run", lambda look, _: escaped(str(look.folder)), left=True, goes=0),
-    TableColumn("state", lambda look, _: str(look.status.get("state", "unreadable")), left=True, goes=1),
+    TableColumn("run", lambda view, _: escaped(str(view.folder)), left=True, goes=0),
+    TableColumn("state", lambda view, _: str(view.status.get("state", "unreadable")), left=True, goes=1),
     TableColumn("step", _step, left=False, goes=2),
     TableColumn("loss", _loss, left=False, goes=3),
     TableColumn(
-        "curve", lambda look, style: sparkline(look.losses, style.curve, style.marks), left=True, goes=7
+        "curve", lambda view, style: sparkline(view.losses, style.curve, style.marks), left=True, goes=7
     ),
     TableColumn("tokens/s", _rate, left=False, goes=8),
     TableColumn("left", _left, left=False, goes=4),
@@ -226,58 +257,64 @@ COLUMNS = (
     TableColumn("slow", _slow, left=True, goes=6),
     TableColumn("faults", _faults, left=False, goes=5),
     TableColumn(
-        "disk", lambda look, _: "" if look.disk is None else format_bytes(look.disk.used), left=False, goes=10
+        "disk", lambda view, _: "" if view.disk is None else format_bytes(view.disk.used), left=False, goes=10
     ),
 )
 
 
 def _cut(text: str, width: int, marks: str) -> str:
-    """The text in one line of the window."""
+    """Return a text, cut at its end to a width."""
     dots = "…" if marks == BLOCKS else "~"
     return text if len(text) <= width else text[: max(0, width - 1)] + dots
 
 
 def _tail(text: str, width: int, marks: str) -> str:
-    """The end of a name, by which runs differ."""
+    """Return a name, cut at its beginning to a width. The ends of names differ most."""
     dots = "…" if marks == BLOCKS else "~"
     return text if len(text) <= width else dots + text[len(text) - width + 1 :]
 
 
-class Ended:
-    """Whether somebody asked for the end, which a handler of signals may say at any instruction.
+class EndRequest:
+    """Request to end, which a signal handler can set at any time.
 
-    A `threading.Event` takes a lock to be set, and a handler that interrupts this very thread in `wait` would
-    wait for itself; a SimpleQueue may be put to from within its own calls.
+    `threading.Event.set` takes a lock. A handler that interrupts `wait` in the same thread would deadlock. A
+    SimpleQueue allows `put` inside of its own calls.
+
+    Attributes:
+        is_set: True if the end was requested.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_set = False
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def ask(self) -> None:
-        """Ask for it, from a handler as well."""
-        self.asked = True
+    def set(self) -> None:
+        """Request the end. Signal handlers may call it."""
+        self.is_set = True
         self._woken.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Until it is asked for, at most so long."""
+        """Wait until the end is requested, at most for `seconds`."""
         with suppress(queue.Empty):
             self._woken.get(timeout=seconds)
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[Ended]:
-    """Ctrl-C and SIGTERM ask for the end, so that the screen is given back whole; a second one interrupts."""
-    ended = Ended()
+def ended_by_signals() -> Iterator[EndRequest]:
+    """Return a context manager in which Ctrl-C and SIGTERM set an EndRequest.
 
-    def heed(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if ended.asked:
+    So the screen can be restored. A second signal raises KeyboardInterrupt.
+    """
+    request = EndRequest()
+
+    def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if request.is_set:
             raise KeyboardInterrupt
-        ended.ask()
+        request.set()
 
-    before = {each: signal.signal(each, heed) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield ended
+        yield request
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

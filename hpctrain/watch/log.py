@@ -1,4 +1,4 @@
-"""The log of a run: `log.txt` of rank 0, `log.<rank>.txt` of a rank that has something to complain about."""
+"""Log of a run: `log.txt` of rank 0, and `log.<rank>.txt` of other ranks that have warnings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ NAME = "hpctrain"
 
 
 def open_log(run_dir: Path | str, rank: int) -> logging.Logger:
-    """The logger `hpctrain`, and through it every `hpctrain.x`, made to write into the run directory.
+    """Let the logger `hpctrain`, and with it every `hpctrain.x`, write to a run folder.
 
-    Rank 0 writes INFO and worse to `log.txt`, and WARNING and worse to stderr as well, in a short form. Any
-    other rank writes WARNING and worse to `log.<rank>.txt`, a file that exists only once there is something
-    in it. Files are appended to, so that a resumed run keeps its history. Opening again closes what was open.
-    InputOutputError where `log.txt` cannot be opened.
+    Rank 0 writes messages from INFO on to `log.txt`, and from WARNING on also to stderr in a short form.
+    Other ranks write messages from WARNING on to `log.<rank>.txt`, which is created with the first of them.
+    Files are appended to, so that a resumed run keeps its history. Handlers of an earlier call are closed.
+
+    Args:
+        run_dir: The run folder.
+        rank: Number of this rank.
+
+    Returns:
+        The logger.
+
+    Raises:
+        InputOutputError: `log.txt` cannot be opened.
     """
     logger = logging.getLogger(NAME)
     close_log(logger)
@@ -38,7 +47,7 @@ def open_log(run_dir: Path | str, rank: int) -> logging.Logger:
 
 
 def close_log(logger: logging.Logger) -> None:
-    """Close what `open_log` opened and leave the logger as Python made it."""
+    """Close the handlers of `open_log` and reset the logger to Python's defaults."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -47,9 +56,13 @@ def close_log(logger: logging.Logger) -> None:
 
 
 def show_warnings(logger: logging.Logger, show: Callable[[str], None] | None) -> None:
-    """Hand the warnings for the screen to `show` instead of stderr; None gives them back to stderr.
+    """Pass the warnings for the terminal to a function instead of stderr.
 
-    A live bar asks for this, so that a warning stands above the bar and does not tear it.
+    A live bar uses this to print warnings above itself.
+
+    Args:
+        logger: Logger of `open_log`.
+        show: The function; None for stderr.
     """
     for handler in logger.handlers:
         if isinstance(handler, _Screen):
@@ -57,17 +70,17 @@ def show_warnings(logger: logging.Logger, show: Callable[[str], None] | None) ->
 
 
 class _Formatter(logging.Formatter):
-    """Without control characters, such as packages of others may have in what they say of their errors."""
+    """Formatter that escapes control characters, which error messages of other packages may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text; it may have several lines."""
+        """Return the record as text, which may have several lines."""
         return escaped(super().format(record), "\n\t")
 
 
 class _LogFile(logging.FileHandler):
-    """The file of a log; a disk that refuses costs lines of the log and one complaint, never the run."""
+    """Handler for a log file. If it cannot be written, lines are missing, and one warning is printed."""
 
-    complained = False
+    has_warned = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record, opening the file for the first one."""
@@ -76,21 +89,21 @@ class _LogFile(logging.FileHandler):
         except OSError:
             self.handleError(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802  named by logging
-        """Say once on stderr why lines are missing."""
-        if not self.complained:
-            self.complained = True
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802  (a name of logging)
+        """Print once to stderr why lines are missing."""
+        if not self.has_warned:
+            self.has_warned = True
             problem = sys.exc_info()[1]
             print_error(f"warning: {self.baseFilename}: cannot be written, so lines are missing: {problem}")
 
     def close(self) -> None:
-        """Close the file; what a full disk still refuses is lost."""
+        """Close the file. Lines that a full disk cannot store are lost."""
         with contextlib.suppress(OSError):
             super().close()
 
 
 class _Screen(logging.Handler):
-    """Warnings for the person who watches: `warning: the sentence`."""
+    """Handler that prints warnings to the terminal in the form `warning: the sentence`."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what every step measured, one strict JSON object a line, every step once."""
+"""`metrics.jsonl`: the metrics of each step, one strict JSON object per line."""
 
 from __future__ import annotations
 
@@ -17,22 +17,32 @@ from hpctrain.report.rows import Row, scan_metrics
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one step measured, over all ranks unless said otherwise.
+    """Metrics of one step, over all ranks unless said otherwise. None means that a value was not measured.
 
-    `step` counts steps done, this one included; `tokens` counts the tokens of all of them, of a
-    dataset that users bring the samples. `figures` are the
-    objective's, "loss" among them in nats per token, `grad_norm` is before clipping, `seconds` is this step's
-    wall time, `batch` its sequences, `epoch` how often as many were taken as there are, and `epochs` that of
-    each entry of a mixture; `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
-    the figures of the mixtures, by name lists with a value a mixture, and `fp8` what products in 8 bits lose
-    and their scales, likewise with a value a kind of layer (`parallel/fp8/quantization_loss.py`).
-    `payload_bytes` are those that rank 0 sent to others in this step, or received from them, as the ledger
-    counts; `emulated_link` is there where seconds are those of a link that is not (`communication.emulate`);
-    `evaluated` are the figures of what was evaluated after this step, by set
-    (see `evaluation_keys`); `staleness`, with servers, is how many
-    pushes had one of 0, 1, and so on. `spike` is why the step was left out as one, `went_back` the spike for
-    which the run had gone back to the state before this step. A measure that is None was not made and gets no
-    key.
+    Attributes:
+        step: Number of steps that are done, with this one.
+        tokens: Number of tokens of all these steps; with the user's own data set, of samples.
+        figures: Metrics of the objective by name, such as "loss" in nats per token.
+        grad_norm: Norm of the gradient before clipping.
+        lr: Learning rate.
+        seconds: Wall time of the step.
+        tokens_per_s: Tokens (or samples) per second.
+        batch: Number of sequences.
+        skipped: True if the step made no update.
+        epoch: Number of passes over the data.
+        epochs: Number of passes over the data of each entry of a mixture.
+        loss_scale: Loss scale in fp16.
+        mfu: Model FLOPs per second over peak FLOP/s (0 to 1).
+        peak_rss_bytes: Peak of the memory of a rank's process.
+        evaluated: Metrics of sets that were evaluated after this step, by set (see `evaluation_keys`).
+        experts: Metrics of mixtures of experts by name, with a value for each mixture.
+        fp8: Quantization losses and scales of products in 8 bits by name, with a value for each kind of layer
+            (`parallel/fp8/quantization_loss.py`).
+        payload_bytes: Bytes that rank 0 sent or received in this step, as the ledger counts them.
+        emulated_link: Link that `communication.emulate` names, by which seconds are computed.
+        staleness: With servers, number of pushes with a staleness of 0, 1, and so on.
+        spike: Reason why the step was skipped as a spike.
+        went_back: Row of the spike because of which the run went back to the state before this step.
     """
 
     step: int
@@ -60,41 +70,48 @@ class StepMetrics:
 
     @property
     def loss(self) -> float:
-        """Of a token, in nats."""
+        """Mean loss per token, in nats."""
         return self.figures["loss"]
 
     def row(self) -> Row:
-        """The row of the metrics file: what was measured in this order, and the figures besides the loss."""
-        own = (each.name for each in fields(self) if each.name not in {"figures", "evaluated"})
-        values = {name: getattr(self, name) for name in own}
+        """Return the row of the metrics file, with the values that were measured."""
+        names = (each.name for each in fields(self) if each.name not in {"figures", "evaluated"})
+        values = {name: getattr(self, name) for name in names}
         measured = {name: value for name, value in values.items() if value is not None}
         measured |= evaluation_keys(self.evaluated)
         return {"step": self.step, "tokens": self.tokens, "loss": self.loss} | measured | dict(self.figures)
 
     @property
     def validation_loss(self) -> float | None:
-        """That of the held-out share, where it was evaluated."""
+        """Loss of the validation split after this step; None if it was not evaluated."""
         return self.evaluated.get(VALIDATION, {}).get("loss")
 
 
 def evaluation_keys(evaluated: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Figures of sets by their keys in a row: of the held-out share `validation_loss` and so on; of another
-    set the loss as `evaluation/NAME`, others as `evaluation/NAME/perplexity`.
+    """Return the metrics of evaluated sets by their keys in a row.
+
+    Keys of the validation split are `validation_loss` and so on. Those of another set are `evaluation/NAME`
+    for the loss, and names such as `evaluation/NAME/perplexity`.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, figures in evaluated.items():
         for figure, value in figures.items():
             other = f"evaluation/{name}" + (f"/{figure}" if figure != "loss" else "")
-            found[f"{VALIDATION}_{figure}" if name == VALIDATION else other] = value
-    return found
+            values[f"{VALIDATION}_{figure}" if name == VALIDATION else other] = value
+    return values
 
 
 class MetricsWriter:
-    """Appends rows to a metrics file; each is in the hands of the operating system when `write` returns.
+    """Appends rows to a metrics file, on rank 0. The operating system has a row when `write` returns.
 
-    With `resume_step` None the run is a new one and the file must not hold rows yet (HpctrainError). With
-    `resume_step` S the rows of later steps, which an earlier run wrote after its last checkpoint, are cut
-    off, and so is a torn last line. Only rank 0 makes one. A disk that refuses is an InputOutputError.
+    Args:
+        path: The metrics file.
+        resume_step: Step after which a resumed run continues: rows of later steps and an incomplete last line
+            are removed. None for a new run, whose file must be empty.
+
+    Raises:
+        HpctrainError: The file of a new run has rows.
+        InputOutputError: The file cannot be opened or written.
     """
 
     def __init__(self, path: Path | str, resume_step: int | None = None) -> None:
@@ -110,7 +127,7 @@ class MetricsWriter:
             self._file = self.path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append the row of one step; values that are not finite are written as null."""
+        """Append the row of one step. Values that are not finite are written as null."""
         line = strict_json(metrics.row()).encode() + b"\n"
         before = os.fstat(self._file.fileno()).st_size
         with failing_as(f"{self.path}: cannot be written"):
@@ -118,27 +135,27 @@ class MetricsWriter:
                 if self._file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                # Half a line would swallow the next one, should the run go on.
+                # If the run continues, the next row must not be appended to an incomplete line.
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file.fileno(), before)
                 raise
 
     def go_back(self, step: int) -> None:
-        """Cut off the rows of later steps: the run makes them anew."""
+        """Remove the rows of later steps, which the run computes again."""
         with failing_as(f"{self.path}: cannot be written"):
             self._file.close()
             cut_rows(self.path, step)
             self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
-        """Close the file, once its rows have reached the disk; a second call does nothing."""
+        """Close the file after its rows have reached the disk. A second call does nothing."""
         if not self._file.closed:
             with failing_as(f"{self.path}: cannot be written"), self._file:
                 os.fsync(self._file.fileno())
 
 
 def cut_rows(path: Path, last_step: int) -> None:
-    """Leave only the rows of steps up to `last_step`; the old file stands until the new one does."""
+    """Remove the rows of steps after `last_step`. The old file is replaced when the new one is complete."""
     shorter = path.with_name(path.name + ".new")
     with shorter.open("wb") as rows:
         for line, row in scan_metrics(path):

@@ -1,4 +1,4 @@
-"""The checkpoint that a user means by a run's folder."""
+"""Checkpoint that a user means by a run folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from pathlib import Path
 from hpctrain.checkpoint.keep import newest_good
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError, require_exists
-from hpctrain.watch.folder import no_way_on
+from hpctrain.watch.folder import explain_no_checkpoint
 
 
 def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
-    """The checkpoint meant by a file, or by a run's folder: the newest good one.
+    """Return the checkpoint that a user means by a file or by a run folder. Collective.
 
-    With `strict`, the newest one or none.
+    Args:
+        world: The ranks.
+        target: A checkpoint, or a run folder, which stands for its newest good checkpoint.
+        strict: True if the newest checkpoint of a run folder must be good.
+
+    Raises:
+        HpctrainError: The target does not exist or is a deck.
+        InputOutputError: The run folder has no good checkpoint.
     """
     world.ledger.activity = "looking for a checkpoint"
     with world.agreement():
@@ -30,6 +37,6 @@ def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
         logging.getLogger("hpctrain").warning("%s", warning)
     with world.agreement():
         if path is None and world.rank == 0:
-            raise InputOutputError(no_way_on(target))
+            raise InputOutputError(explain_no_checkpoint(target))
     assert path is not None
     return path

@@ -1,4 +1,4 @@
-"""What this machine computes per second: what counts as 100% MFU."""
+"""FLOP/s of a rank that count as 100% MFU, given by the deck or measured."""
 
 from __future__ import annotations
 
@@ -19,49 +19,56 @@ from hpctrain.host.device_memory import reset_peak
 from hpctrain.host.processor import processor_name
 from hpctrain.model.precision import Precision
 
-PEAK_FILE = "peak.json"  # in a run's folder: measured rates by kind of machine
+PEAK_FILE = "peak.json"
+"""File in a run folder with measured FLOP/s by kind of machine."""
+
 _HOST_SIZES, _GPU_SIZES = (256, 512), (4096, 8192)
-_LARGE = 1024  # what several threads of a CPU need to reach their rate; one does with little memory
+_LARGE = 1024
+"""Size with which several threads of a CPU reach their rate. One thread reaches it with less memory."""
+
 _SECONDS = 0.3
 _ROUNDS = 2
 _LONGEST_FILE = 100_000
 
 
 class PeakFlops:
-    """The FLOP/s of a rank that count as 100% MFU, the same on all ranks.
+    """FLOP/s of a rank that count as 100% MFU, the same on all ranks.
 
-    Given by the deck; or measured, and kept in the run's folder for jobs that go on with the run on the same
-    kind of nodes.
+    The deck gives them, or they are measured and stored in the run folder for jobs that resume the run on the
+    same kind of nodes.
+
+    Attributes:
+        flops: The FLOP/s; 0 before `find`.
+        exceeded: True if a step on this rank was faster than a measured peak that can be measured again.
     """
 
     def __init__(self, world: World, deck: Deck, folder: Path) -> None:
         self._world, self._deck, self._path = world, deck, folder / PEAK_FILE
-        self._given = deck.machine.peak_flops is not None
-        self._again = True
+        self._is_in_deck = deck.machine.peak_flops is not None
+        self._can_measure_again = True
         self.flops = deck.machine.peak_flops or 0.0
         self.exceeded = False
-        """Whether a step on this rank ran at more than a peak that can be measured anew."""
 
     def find(self) -> None:
-        """Take it from the run's folder, or else measure it. Collective."""
-        if self._given:
+        """Read the peak from the run folder, or else measure it. Collective."""
+        if self._is_in_deck:
             return
         kinds = self._kinds()
         with self._world.agreement():
-            known = self._known().get(kinds, 0.0) if self._world.rank == 0 else 0.0
-        self.flops = float(self._world.everyone.broadcast_object(known))
+            peak = self._stored_peaks().get(kinds, 0.0) if self._world.rank == 0 else 0.0
+        self.flops = float(self._world.everyone.broadcast_object(peak))
         if not self.flops:
             self._measure(kinds, 0.0)
 
     def share(self, flops: float) -> float:
-        """The MFU (0 to 1) of FLOP/s of a rank. What is beyond a measured peak is the new one."""
-        if flops > self.flops and not self._given:
-            self.exceeded, self.flops = self._again, flops
+        """Return the MFU (0 to 1) of FLOP/s of a rank. FLOP/s above a measured peak become the new peak."""
+        if flops > self.flops and not self._is_in_deck:
+            self.exceeded, self.flops = self._can_measure_again, flops
         return flops / self.flops
 
     def measure_again(self) -> None:
-        """Measure it anew, once in a run, after a step on rank 0 that exceeded it. Collective."""
-        self.exceeded, self._again = False, False
+        """Measure the peak again, once in a run, after a step on rank 0 exceeded it. Collective."""
+        self.exceeded, self._can_measure_again = False, False
         reached = float(self._world.everyone.broadcast_object(self.flops))
         self._measure(self._kinds(), reached)
         logging.getLogger("hpctrain").info(
@@ -71,7 +78,7 @@ class PeakFlops:
         )
 
     def _measure(self, kinds: str, least: float) -> None:
-        """Take the mean over all ranks, who measure together, but `least` if that is more; and keep it."""
+        """Set and store the peak: the mean of all ranks' measurements, but at least `least`. Collective."""
         everyone = self._world.everyone
         everyone.barrier()
         rate = measure_gemm_flops(Precision.of(self._deck).product, self._world.device)
@@ -79,11 +86,11 @@ class PeakFlops:
         self.flops = max(least, float(total.item()) / everyone.size)
         with self._world.agreement():
             if self._world.rank == 0:
-                text = json.dumps(self._known() | {kinds: self.flops}, indent=1)
+                text = json.dumps(self._stored_peaks() | {kinds: self.flops}, indent=1)
                 self._path.write_text(text + "\n", encoding="utf-8")
 
-    def _known(self) -> dict[str, float]:
-        """FLOP/s by kinds, of the file; none where it is missing or is no such file."""
+    def _stored_peaks(self) -> dict[str, float]:
+        """Return the stored FLOP/s by kind of machine; {} if the file is missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
             rows = parse_json(read_text(self._path, _LONGEST_FILE))
             rates = rows.items() if isinstance(rows, dict) else ()
@@ -91,7 +98,7 @@ class PeakFlops:
         return {}
 
     def _kinds(self) -> str:
-        """On what the rate depends, in words: device, how many share it, threads, precision."""
+        """Return what the rate depends on: devices, ranks that share them, threads, precision. Collective."""
         world, run = self._world, self._deck.run
         here = gpu_name(world.device)
         if here is None:
@@ -102,18 +109,21 @@ class PeakFlops:
 
 
 def measure_gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a square matrix product on this rank: the best of several sizes, in a third of a second.
+    """Return the FLOP/s of square matrix products on this rank: the best of several sizes, in 0.3 s.
 
-    All ranks should measure at the same time, so that those which share cores or memory count that in.
+    All ranks should measure at the same time, since ranks may share cores and memory.
+
+    Args:
+        dtype: dtype of the operands.
+        device: Device of this rank.
     """
     sizes: tuple[int, ...] = _HOST_SIZES if on_host(device) else _GPU_SIZES
     if on_host(device) and torch.get_num_threads() > 1:
         sizes = (*sizes, _LARGE)
-    # The operands of one size after the other lie in the same memory, as do the products.
-    # GPUs run faster on constants, and what they take to be measured is no part of the run's peak.
+    # All sizes use the same memory. GPUs run faster on constants, so operands are random.
     factors, products = torch.randn(2, max(sizes) ** 2, dtype=dtype, device=device)
-    best, rounds, began = 0.0, 0, time.perf_counter()
-    while rounds < _ROUNDS or time.perf_counter() - began < _SECONDS:
+    best, rounds, begin = 0.0, 0, time.perf_counter()
+    while rounds < _ROUNDS or time.perf_counter() - begin < _SECONDS:
         rounds += 1
         for size in sizes:
             square, product = (memory[: size * size].view(size, size) for memory in (factors, products))

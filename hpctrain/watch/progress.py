@@ -1,4 +1,4 @@
-"""What rank 0 prints while it trains: a live bar on a terminal, plain lines everywhere else."""
+"""Output of rank 0 during training: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from hpctrain.deck.sections.evaluation import VALIDATION
 from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, bar_console, columns, find_terminal, fit
 from hpctrain.units import format_count, format_seconds
-from hpctrain.watch.evaluated import evaluation_words, notable_words
+from hpctrain.watch.evaluation_text import evaluation_line, notable_metrics
 from hpctrain.watch.log import show_warnings
 from hpctrain.watch.metrics import StepMetrics
 
@@ -23,21 +24,50 @@ if TYPE_CHECKING:
 
 Style = Literal["auto", "bar", "lines"]
 
-STYLE_VARIABLE = "HPCTRAIN_PROGRESS"  # of the environment: settles the style "auto"
+STYLE_VARIABLE = "HPCTRAIN_PROGRESS"
+"""Environment variable that replaces the style "auto"."""
 
 _SECONDS_PER_DRAWING = 0.1
 _STEPS_OF_AVERAGE = 100
 _BAR_COLUMNS = (8, 40)
-_LESS_THAN_BAR = 3  # fields of greater numbers give way to the bar
+_LESS_THAN_BAR = 3
+"""Fields with a rank of importance above this are removed before the bar."""
+
+
+@dataclass(frozen=True)
+class ProgressDisplay:
+    """Style and place of the output of a Progress.
+
+    Attributes:
+        style: "bar" for a live bar, "lines" for lines, "auto" for a bar on a terminal. The environment
+            variable HPCTRAIN_PROGRESS replaces "auto".
+        output: Stream to write to; None for stdout.
+        terminal: Terminal of the output; None to look for one.
+        clock: Function that returns seconds.
+    """
+
+    style: Style = "auto"
+    output: TextIO | None = None
+    terminal: Terminal | None = None
+    clock: Callable[[], float] = time.monotonic
 
 
 class Progress:
-    """Shows the steps `start` + 1 to `steps` of a run; rank 0 makes one, and nothing else prints meanwhile.
+    """Shows the steps of a run on rank 0. Nothing else may print at the same time.
 
-    `style` "auto" draws a bar where a person watches a terminal (the environment variable HPCTRAIN_PROGRESS
-    may say otherwise) and prints one line every `log_every` steps elsewhere; `unit` are the tokens of their
-    metrics. Warnings of `logger` are shown
-    above the bar. A screen that goes away ends the showing, never the run.
+    If the output can no longer be written, for example because the terminal was closed, nothing is shown
+    anymore, and the run continues.
+
+    Args:
+        steps: Last step of the run.
+        start: Step after which the run continues.
+        log_every: Number of steps after which a line is printed.
+        unit: What the run counts: "tokens" or "samples".
+        logger: Logger whose warnings are shown above the bar.
+        display: Style and place of the output; None for a bar or lines on stdout.
+
+    Attributes:
+        style: Style in use.
     """
 
     def __init__(
@@ -47,19 +77,18 @@ class Progress:
         *,
         log_every: int = 10,
         unit: str = "tokens",
-        style: Style = "auto",
         logger: logging.Logger | None = None,
-        output: TextIO | None = None,
-        terminal: Terminal | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        display: ProgressDisplay | None = None,
     ) -> None:
+        display = display or ProgressDisplay()
+        terminal = display.terminal
         self.steps = steps
         self.start = start
         self.log_every = max(1, log_every)
         self._unit = unit
-        self._output: TextIO | None = sys.stdout if output is None else output
-        self._clock = clock
-        self._began = clock()
+        self._output: TextIO | None = sys.stdout if display.output is None else display.output
+        self._clock = display.clock
+        self._start_time = display.clock()
         self._logger = logger
         self._stamps: deque[float] = deque(maxlen=_STEPS_OF_AVERAGE + 1)
         self._latest: StepMetrics | None = None
@@ -68,9 +97,9 @@ class Progress:
         self._activity = ""
         self._drawn = -math.inf
         self._closing = False
-        if terminal is None and style != "lines":
+        if terminal is None and display.style != "lines":
             terminal = find_terminal()
-        self.style = _choose(style, terminal)
+        self.style = _choose(display.style, terminal)
         self._terminal = terminal
         self._console: Console | None = None
         if self.style == "bar":
@@ -80,7 +109,7 @@ class Progress:
             self._draw()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step that was done; between drawings this costs a few microseconds."""
+        """Show a completed step. It takes a few microseconds, unless the bar is drawn."""
         now = self._clock()
         self._stamps.append(now)
         self._latest = metrics
@@ -95,15 +124,15 @@ class Progress:
             self._write(self._line(metrics) + "\n")
 
     def evaluation(self, step: int, name: str, figures: Mapping[str, float]) -> str:
-        """Show figures of a set after a step, the loss in nats per token; the line."""
+        """Show the metrics of a set that was evaluated after a step. Return the line."""
         if name == VALIDATION:
             self._validation = figures["loss"]
-        line = f"{self._count(step)}  {evaluation_words(name, figures)}"
+        line = f"{self._count(step)}  {evaluation_line(name, figures)}"
         self.message(line)
         return line
 
     def message(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         if self.style == "bar":
             width = None if self._terminal is None else self._terminal.columns()
             shown = "\n".join(fit(text, width))
@@ -113,13 +142,13 @@ class Progress:
             self._write("\n".join(fit(text, columns())) + "\n")
 
     def working(self, activity: str) -> None:
-        """Say on the bar what takes long now ("evaluating"), until the next step; lines leave it out."""
+        """Show an activity such as "evaluating" on the bar until the next step. Lines do not show it."""
         if self.style == "bar":
             self._activity = activity
             self._draw()
 
     def seconds_left(self) -> float | None:
-        """Expected wall time of the steps still to do, by the last hundred with all that came between."""
+        """Return the expected seconds of the remaining steps, by the mean of the last hundred steps."""
         if self._latest is None:
             return None
         passed = len(self._stamps) - 1
@@ -127,7 +156,7 @@ class Progress:
         return each * max(0, self.steps - self._latest.step)
 
     def close(self) -> None:
-        """Leave the last state of the bar on the screen and give warnings back to stderr."""
+        """Draw the bar for the last time, and let warnings go to stderr again."""
         if self._console is not None:
             self._activity, self._closing = "", True
             self._draw()
@@ -148,7 +177,7 @@ class Progress:
         texts = [
             self._count(metrics.step),
             f"loss {_number(metrics.loss, 4):>7}",
-            *notable_words(figures),
+            *notable_metrics(figures),
             f"grad norm {_number(metrics.grad_norm, 3):>7}",
             f"lr {metrics.lr:.2e}",
             "" if metrics.epoch is None else f"epoch {metrics.epoch:.2f}",
@@ -162,11 +191,11 @@ class Progress:
 
     def _time(self, metrics: StepMetrics, left: str, took: str) -> str:
         if metrics.step >= self.steps:
-            return took.format(_whole_seconds(self._clock() - self._began))
-        return left.format(_whole_seconds(self.seconds_left() or 0))
+            return took.format(_format_seconds(self._clock() - self._start_time))
+        return left.format(_format_seconds(self.seconds_left() or 0))
 
     def _bar_fields(self) -> list[tuple[int, str, str]]:
-        """What the bar tells from left to right: (importance, style, text); the most important has 0."""
+        """Return the fields of the bar from left to right: (rank of importance from 0, style, text)."""
         metrics = self._latest
         if metrics is None:
             activity = self._activity or ("no step was made" if self._closing else "starting")
@@ -175,7 +204,7 @@ class Progress:
         fields = [
             (0, "bold", self._count(metrics.step)),
             (1, "red" if metrics.skipped else "green", f"loss {_number(metrics.loss, 4)}"),
-            *((1, "green", words) for words in notable_words(metrics.figures)[:1]),
+            *((1, "green", words) for words in notable_metrics(metrics.figures)[:1]),
             (5, "green", validation),
             (6, "", f"grad norm {_number(metrics.grad_norm, 3)}"),
             (3, "", f"{format_count(metrics.tokens_per_s):>5} {self._unit}/s"),
@@ -192,22 +221,22 @@ class Progress:
         from rich.text import Text
 
         # A line that fills the last column would make some terminals wrap.
-        room = (DEFAULT_COLUMNS if self._terminal is None else self._terminal.columns()) - 1
+        width = (DEFAULT_COLUMNS if self._terminal is None else self._terminal.columns()) - 1
         fields = self._bar_fields()
-        while _columns(fields) > room - _BAR_COLUMNS[0] - 1 and max(fields)[0] > _LESS_THAN_BAR:
+        while _columns(fields) > width - _BAR_COLUMNS[0] - 1 and max(fields)[0] > _LESS_THAN_BAR:
             fields.remove(max(fields))
-        while _columns(fields) > room and len(fields) > 1:
+        while _columns(fields) > width and len(fields) > 1:
             fields.remove(max(fields))
         console = self._console
-        console.width = room + 1
-        bar = min(_BAR_COLUMNS[1], room - _columns(fields) - 1)
+        console.width = width + 1
+        bar = min(_BAR_COLUMNS[1], width - _columns(fields) - 1)
         with console.capture() as drawing:
             for index, (_, style, text) in enumerate(fields):
                 if index == 1 and bar >= _BAR_COLUMNS[0]:
                     done = self.start if self._latest is None else self._latest.step
                     console.print(" ", ProgressBar(self.steps, done, width=bar), sep="", end="")
                 gap = "  " if index else ""
-                console.print(Text(gap + text, style)[:room], end="", no_wrap=True, crop=False)
+                console.print(Text(gap + text, style)[:width], end="", no_wrap=True, crop=False)
         self._write(f"\r{drawing.get()}\x1b[K")
         self._drawn = self._clock()
 
@@ -224,9 +253,9 @@ class Progress:
 
 def _choose(style: Style, terminal: Terminal | None) -> Literal["bar", "lines"]:
     if style == "auto":
-        wish = os.environ.get(STYLE_VARIABLE, "").strip().lower()
-        blind = terminal is None or os.environ.get("TERM", "dumb") in {"", "dumb", "unknown"}
-        style = "bar" if wish == "bar" or (wish != "lines" and not blind) else "lines"
+        variable = os.environ.get(STYLE_VARIABLE, "").strip().lower()
+        has_no_terminal = terminal is None or os.environ.get("TERM", "dumb") in {"", "dumb", "unknown"}
+        style = "bar" if variable == "bar" or (variable != "lines" and not has_no_terminal) else "lines"
     return style
 
 
@@ -238,5 +267,5 @@ def _number(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if not math.isfinite(value) or abs(value) < 1000 else f"{value:.1e}"
 
 
-def _whole_seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return format_seconds(max(1, round(seconds)))

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: log, metrics, terminal and status."""
+"""Output of a run during training: log, metrics, terminal and status."""
 
 from __future__ import annotations
 
@@ -21,15 +21,32 @@ _ACTIVITIES = {"evaluating": "evaluating", "checkpointing": "writing a checkpoin
 
 
 class Reporter:
-    """Rank 0 tells everything; the other ranks have a log for their warnings alone."""
+    """Writes the outputs of a run on rank 0. Other ranks only log warnings.
+
+    Attributes:
+        start: Step after which the run continues.
+        log: Logger of the run.
+        metrics: Metrics file, on rank 0.
+        dashboards: Dashboards of the deck, on rank 0.
+        progress: Output on the terminal, on rank 0 after `begin`.
+        status: Status file.
+        completed: True if the run ended as planned.
+    """
 
     def __init__(self, world: World, deck: Deck, start: int, checkpoint: Path | None) -> None:
-        """Open all files; collective. `start` is the step to go on from, and `checkpoint` its file."""
+        """Open all files. Collective.
+
+        Args:
+            world: The ranks.
+            deck: Deck of the run.
+            start: Step after which the run continues.
+            checkpoint: Checkpoint from which it continues; None for a new run.
+        """
         self.world, self.deck, self.start = world, deck, start
         folder = Path(deck.run.dir)
         self.metrics: MetricsWriter | None = None
         self.dashboards: Dashboards | None = None
-        self.whole = False
+        self.completed = False
         self.progress: Progress | None = None
         with world.agreement():
             self.log = open_log(folder, world.rank)
@@ -49,7 +66,7 @@ class Reporter:
         self.status = Status(folder if world.rank == 0 else None, facts)
 
     def begin(self) -> None:
-        """From here on steps are shown."""
+        """Show steps from now on."""
         if self.world.rank == 0:
             run = self.deck.run
             unit = "tokens" if self.deck.data.dataset is None else "samples"
@@ -58,27 +75,27 @@ class Reporter:
             )
 
     def say(self, lines: Iterable[str]) -> None:
-        """Lines for the log and the terminal."""
+        """Write lines to the log and to the terminal."""
         for line in lines:
             self.log.info("%s", line)
             if self.progress is not None:
                 self.progress.message(line)
             elif self.world.rank == 0:
-                with suppress(OSError):  # a screen that has gone away is no reason to end a run
+                with suppress(OSError):  # the run continues without a terminal
                     print(*fit(line, columns()), sep="\n", flush=True)
 
     def working(self, state: Literal["evaluating", "checkpointing"]) -> None:
-        """What takes long now."""
+        """Show that an evaluation or a checkpoint takes time now."""
         if self.progress is not None:
             self.progress.working(_ACTIVITIES[state])
         self.status.change(state)
 
     def saved(self, checkpoint: Path | None) -> None:
-        """A checkpoint was written, or begun; the newest complete one."""
+        """Record the newest complete checkpoint."""
         self.status.change("running", checkpoint=_text(checkpoint))
 
     def went_back(self, step: int) -> None:
-        """The run goes on from the state after an earlier step. Collective."""
+        """Discard the metrics of later steps, since the run continues after an earlier step. Collective."""
         with self.world.agreement():
             if self.metrics is not None:
                 self.metrics.go_back(step)
@@ -86,7 +103,13 @@ class Reporter:
                 self.dashboards.go_back(step)
 
     def step(self, row: StepMetrics, longest: float, checkpoint: Path | None) -> None:
-        """A step that was done, on rank 0; `longest` are the seconds of the longest recent one."""
+        """Record a completed step, on rank 0.
+
+        Args:
+            row: Metrics of the step.
+            longest: Seconds of the longest recent step.
+            checkpoint: Newest complete checkpoint.
+        """
         assert self.metrics is not None
         assert self.dashboards is not None
         assert self.progress is not None
@@ -106,15 +129,20 @@ class Reporter:
         )
 
     def stepped(self) -> None:
-        """No other step comes: what is said from here on stands below the bar."""
+        """End the bar, below which later lines are printed."""
         if self.progress is not None:
             self.progress.close()
 
     def ended(self, checkpoint: Path | None, why: str = "", early: bool = False) -> None:
-        """All steps are done; or the run ends before, for a reason: `early` with nothing left to do, else
-        stopped.
+        """Record the end of a run without an error.
+
+        Args:
+            checkpoint: Newest complete checkpoint.
+            why: Reason if the run ends before its last step, else "".
+            early: True if the run is done nevertheless, for example since the loss does not fall anymore;
+                False if it was stopped and can be resumed.
         """
-        self.whole = True
+        self.completed = True
         reason = {"reason": why} if why else {}
         if why and not early:
             self.status.change("stopped", checkpoint=_text(checkpoint), **reason)
@@ -122,7 +150,7 @@ class Reporter:
             self.status.change("done", checkpoint=_text(checkpoint), seconds_left=0.0, **reason)
 
     def failed(self, error: BaseException, checkpoint: Path | None) -> None:
-        """The run ends by an error; the newest complete checkpoint."""
+        """Record that an error ends the run."""
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, HpctrainError):
             reason = next(iter(error.problems), "its standard output was closed")
@@ -131,14 +159,14 @@ class Reporter:
         self.status.change("failed", checkpoint=_text(checkpoint), reason=reason)
 
     def hangs(self, reason: str) -> None:
-        """The run ends by its watchdog, which calls this while the main thread hangs."""
+        """Record that the watchdog ends the run. It calls this in its thread while the main thread hangs."""
         self.status.change("failed", reason=reason)
 
     def close(self) -> None:
         """Close all files."""
         self.stepped()
         if self.dashboards is not None:
-            self.dashboards.close(self.whole)
+            self.dashboards.close(self.completed)
         if self.metrics is not None:
             self.metrics.close()
         self.status.close()

@@ -1,7 +1,7 @@
-"""What a run writes into its folder, by name, and deleting an earlier run: these files, and no others.
+"""Names of all files that a run writes to its folder, and the deletion of an earlier run.
 
-A file that a run is to write is named here. The folder itself stays, with its marker and with its lock, which
-another job may be waiting for.
+Only files with these names are deleted. The folder remains, with its marker and its lock, for which another
+job may wait.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from hpctrain.files import delete_files, delete_folder, files_named, write_text
 from hpctrain.memory.offload_folder import delete_offload_folder, delete_scratch, is_scratch
 from hpctrain.text import escaped
 
-MARKER = ".hpctrain-run"  # the file that tells a run's folder from any other
-LOCK = "lock"  # the file that is locked while a job writes to the folder; it tells which one
-CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"  # empty files that ask as SIGUSR1 and SIGUSR2 do
+MARKER = ".hpctrain-run"
+"""File that marks a run folder."""
+
+LOCK = "lock"
+"""File that is locked while a job writes to the folder. It names the job."""
+
+CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"
+"""Empty files by which users request a checkpoint or a stop, as by SIGUSR1 and SIGUSR2."""
 
 _MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` deletes what a run wrote.\n"
 
@@ -41,13 +46,14 @@ _PICTURE = (
     r"(loss|learning_rate|throughput|grad_norm|noise_scale|fp8|reward|accuracy|expert_load|schedule)\.png"
 )
 
-_AT_LEAST = {"deck.toml", "log.txt", LOCK}  # what every run wrote before there was a marker
+_AT_LEAST = {"deck.toml", "log.txt", LOCK}
+"""Files that every run wrote before there was a marker."""
 
-_NAMES_TOLD = 5
+_NAMES_SHOWN = 5
 
 
 def mark(folder: Path) -> None:
-    """Say in a run's folder that it is one."""
+    """Write the marker file to a run folder."""
     path = folder / MARKER
     if not os.path.lexists(path):
         write_text(path, _MARK)
@@ -62,8 +68,9 @@ def is_run(folder: Path) -> bool:
 
 
 def is_bare(folder: Path) -> bool:
-    """Return True if a folder does not exist, is empty, or contains only files that a job writes before it
-    marks the folder as a run's.
+    """Return True if a folder has no files of a run and no other files.
+
+    A job creates the lock and the offload folder before it marks the folder, so these do not count.
     """
     return _names(folder) <= {LOCK, _OFFLOAD}
 
@@ -83,10 +90,18 @@ def names_of_a_run(folder: Path) -> list[str]:
 
 
 def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
-    """Delete an earlier run, whose folder is locked; the names of what is not a run's, and stays.
+    """Delete the files of an earlier run, whose folder the caller has locked.
 
-    HpctrainError, with nothing deleted, where the folder is no run's or is not for runs alone, where it has
-    no marker and holds more than a run, and where a file that is `needed` would go.
+    Args:
+        folder: The run folder.
+        needed: Files that must not be deleted.
+
+    Returns:
+        Names of files that are not a run's, which are kept.
+
+    Raises:
+        HpctrainError: The folder is not a run folder, is a folder such as the home folder, contains other
+            files and no marker, or contains a needed file. Nothing is deleted then.
     """
     if not is_run(folder):
         raise HpctrainError(
@@ -121,15 +136,18 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
 
 
 def remove_replayed(folder: Path) -> None:
-    """Delete what a replayed run wrote to a folder of its own, and this, if nothing else is there."""
+    """Delete the files of a replayed run, and its folder if nothing else is in it."""
     with suppress(OSError):
-        delete_folder(folder, _own_file)
+        delete_folder(folder, _is_run_file)
 
 
 def refuse_unfit(folder: Path) -> None:
-    """HpctrainError where a run that writes to this folder would write through a link, or wait for a pipe.
+    """Check that files that a run will write are not links, pipes or other special files.
 
-    A run's own folders may be links to where there is more room.
+    Folders that a run makes may be links, for example to a larger disk.
+
+    Raises:
+        HpctrainError: Some are.
     """
     if not folder.is_dir():
         return
@@ -147,15 +165,15 @@ def _refuse(folder: Path, names: Sequence[str]) -> NoReturn:
 
 
 def _is_unfit(entry: os.DirEntry[str]) -> bool:
-    if entry.name in _OWN:
+    if entry.name in _RUN_FILE_CHECKS:
         return not entry.is_dir()
     return bool(_WRITTEN.fullmatch(entry.name)) and not entry.is_file(follow_symlinks=False)
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are."""
-    more = len(names) - _NAMES_TOLD
-    return escaped(", ".join(names[:_NAMES_TOLD])) + (f" and {more} more" if more > 0 else "")
+    """Return the first names, and how many more there are."""
+    more = len(names) - _NAMES_SHOWN
+    return escaped(", ".join(names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def is_request(entry: os.DirEntry[str]) -> bool:
@@ -206,11 +224,11 @@ def _foreign(folder: Path) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             if not entry.is_dir(follow_symlinks=False):
-                if entry.name not in {LOCK, MARKER} and not _own_file(entry):
+                if entry.name not in {LOCK, MARKER} and not _is_run_file(entry):
                     yield entry.name
-            elif entry.name in _OWN:
+            elif entry.name in _RUN_FILE_CHECKS:
                 with os.scandir(entry.path) as inner:
-                    names = sorted(each.name for each in inner if not _OWN[entry.name](each))
+                    names = sorted(each.name for each in inner if not _RUN_FILE_CHECKS[entry.name](each))
                 yield from (f"{entry.name}/{name}" for name in names)
             else:
                 yield f"{entry.name}/"
@@ -219,26 +237,26 @@ def _foreign(folder: Path) -> Iterator[str]:
 def _delete(folder: Path) -> None:
     for name in (_CHECKPOINTS, _PLOTS, _EVENTS):
         if (folder / name).is_dir():
-            delete_folder(folder / name, _OWN[name])
+            delete_folder(folder / name, _RUN_FILE_CHECKS[name])
     if (folder / _OFFLOAD).is_dir():
         for each in (folder / _OFFLOAD).iterdir():
             delete_scratch(each)
         delete_offload_folder(folder / _OFFLOAD)
-    delete_files(folder, _own_file)
+    delete_files(folder, _is_run_file)
 
 
-def _own_file(entry: os.DirEntry[str]) -> bool:
+def _is_run_file(entry: os.DirEntry[str]) -> bool:
     return files_named(_FILE)(entry) or is_request(entry)
 
 
-def _own_checkpoint(entry: os.DirEntry[str]) -> bool:
+def _is_checkpoint_file(entry: os.DirEntry[str]) -> bool:
     return files_named(_CHECKPOINT)(entry) or (entry.name in _LINKS and entry.is_symlink())
 
 
-_OWN = {
-    _CHECKPOINTS: _own_checkpoint,
+_RUN_FILE_CHECKS = {
+    _CHECKPOINTS: _is_checkpoint_file,
     _PLOTS: files_named(_PICTURE),
     _EVENTS: files_named(_EVENT_FILE),
     _OFFLOAD: is_scratch,
 }
-"""What is a run's in the folders that it makes."""
+"""Functions that recognize the files of a run, by the folder that contains them."""

@@ -1,7 +1,7 @@
-"""A process that hands rows to a package which talks to a service, apart from the rank whose rows they are.
+"""Child process that passes rows to a package that sends them to a service.
 
-Such packages start processes and threads of their own, and wait at exit for what has not been sent: whatever
-they do, or fail to do, is none of the run's. What is told to the process is a line of JSON each.
+Such packages start processes and threads, and wait at exit until everything is sent. In a process of their
+own, they cannot disturb the run. The rank sends one line of JSON for each message (see `service_process`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ _PROGRAM = (
 
 
 class ServiceError(Exception):
-    """What the process said last."""
+    """Error of the service's process, with its last output."""
 
 
 class Service:
-    """The process, from its start on. Its end, for whatever reason, is a ServiceError of the next call."""
+    """Child process of a service. After it has ended for any reason, the next call raises a ServiceError."""
 
     def __init__(self, package: str, facts: Mapping[str, Any]) -> None:
-        """`facts` are what `service_process` has the package begin with."""
+        """Start the process.
+
+        Args:
+            package: Name of the package, "wandb" or "trackio".
+            facts: Name, folder, configuration and mode of the run, with which the package starts a session.
+        """
         self._process = subprocess.Popen(
             code_command(_PROGRAM, [package, json.dumps([*filter(None, sys.path)])]),
             stdin=subprocess.PIPE,
@@ -46,46 +51,46 @@ class Service:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for the run, which then ends this one
         )
-        self._tell(facts)
+        self._send(facts)
 
     def write(self, row: Row, now: float) -> None:  # noqa: ARG002  (the packages look at the clock themselves)
-        """Hand over the figures of a row."""
-        self._tell({"row": scalars(row)})
+        """Send the values of a row."""
+        self._send({"row": scalars(row)})
 
     def go_back(self, step: int) -> None:
-        """Say that the run goes on from an earlier step."""
-        self._tell({"step": step})
+        """Send that the run continues after an earlier step."""
+        self._send({"step": step})
 
-    def close(self, whole: bool) -> None:
-        """Say that all is told, and wait until the process has ended."""
-        self._tell({"whole": whole})
+    def close(self, completed: bool) -> None:
+        """Send that no other row follows, and wait until the process has ended."""
+        self._send({"completed": completed})
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
-        said = self._said()
+        output = self._last_output()
         if self._process.wait():
-            raise ServiceError(said)
+            raise ServiceError(output)
 
     def abandon(self) -> None:
-        """End the process, and those that it has started, at once."""
+        """Kill the process and those that it has started."""
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_SECONDS_TO_DIE)
 
-    def _tell(self, what: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise ServiceError(self._said()) from None
+            raise ServiceError(self._last_output()) from None
 
-    def _said(self) -> str:
-        """Why the process ends, as it says; this waits until it does."""
+    def _last_output(self) -> str:
+        """Return the last output of the process, which says why it ends. Wait until it has ended."""
         assert self._process.stdout is not None
-        with self._process.stdout as words:
-            said = words.read(_WORD_BYTES).decode(errors="replace").strip()
+        with self._process.stdout as stream:
+            output = stream.read(_WORD_BYTES).decode(errors="replace").strip()
         code = self._process.wait()
-        return escaped(said) or f"its process ended with {code}"
+        return escaped(output) or f"its process ended with {code}"

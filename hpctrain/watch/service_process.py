@@ -1,6 +1,7 @@
-"""The process that `service.py` starts: it takes rows from its stdin, and hands them to a package.
+"""Process that `service.py` starts. It reads rows from stdin and passes them to a package.
 
-Nothing else of a run is imported here. Where stdin ends without a word, as the run was killed, so does it.
+It imports nothing else of hpctrain. If stdin ends without a last message, since the run was killed, the
+process ends, too.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 SECONDS_TO_END = 60
-"""That a package gets after the last row, should nobody end this process before."""
+"""Seconds that a package gets after the last row before this process is killed."""
 
 PROJECT = "hpctrain"
-"""Of all runs; Weights & Biases takes another from WANDB_PROJECT."""
+"""Project name of all runs. Weights & Biases uses WANDB_PROJECT instead if it is set."""
 
 
 class Session(Protocol):
-    """A run as a package knows it."""
+    """Interface of a package's run."""
 
     def write(self, row: dict[str, Any]) -> None:
-        """The figures of a step."""
+        """Send the values of a step."""
 
-    def close(self, whole: bool) -> None:
-        """The run is over; whether it did what it was to do."""
+    def close(self, completed: bool) -> None:
+        """End the run. `completed` is True if it ended as planned, False if it failed."""
 
 
 class WandbSession:
-    """A run of Weights & Biases: the same one for each part of a run that was resumed."""
+    """Run of Weights & Biases. A resumed run continues it."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         import wandb
@@ -50,18 +51,22 @@ class WandbSession:
         self._count = 0
 
     def write(self, row: dict[str, Any]) -> None:
-        """Its own count of rows only ever grows: steps that are made anew are drawn over the earlier ones."""
+        """Send the values of a step.
+
+        Weights & Biases requires an increasing count. So steps that are computed again have higher counts,
+        but their `step` draws them over the earlier ones.
+        """
         self._count = max(self._count + 1, row["step"])
         self._run.log(row, step=self._count)
 
-    def close(self, whole: bool) -> None:
-        """End the run, and the package's own process."""
-        self._run.finish(exit_code=0 if whole else 1)
+    def close(self, completed: bool) -> None:
+        """End the run and the package's own process."""
+        self._run.finish(exit_code=0 if completed else 1)
         self._package.teardown()
 
 
 class TrackioSession:
-    """A run of Trackio, which it knows by its name."""
+    """Run of Trackio, which identifies it by its name."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         import trackio
@@ -75,10 +80,10 @@ class TrackioSession:
         )
 
     def write(self, row: dict[str, Any]) -> None:
-        """Steps that are made anew have two values there."""
+        """Send the values of a step. Steps that are computed again have two values there."""
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
-    def close(self, whole: bool) -> None:  # noqa: ARG002  (it knows no failed runs)
+    def close(self, completed: bool) -> None:  # noqa: ARG002  (it knows no failed runs)
         """End the run."""
         self._run.finish()
 
@@ -90,25 +95,25 @@ _SESSIONS: Mapping[str, Callable[[Mapping[str, Any]], Session]] = {
 
 
 def serve(package: str) -> None:
-    """Take what comes on stdin until it ends; on stdout stands nothing but why that fails."""
-    told = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # packages print what they like
+    """Read messages from stdin until it ends. Only the reason of a failure is written to stdout."""
+    output = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)  # packages print message they like
     try:
         _serve(package)
     except BaseException as error:  # noqa: BLE001  (SystemExit of a package is one, too)
-        os.write(told, f"{type(error).__name__}: {error}".encode(errors="replace")[:1000])
+        os.write(output, f"{type(error).__name__}: {error}".encode(errors="replace")[:1000])
         os._exit(1)
 
 
 def _serve(package: str) -> None:
     lines = sys.stdin.buffer
     session: Session = _SESSIONS[package](json.loads(lines.readline()))
-    whole = False
+    completed = False
     for line in lines:
-        what = json.loads(line)
-        if "row" in what:
-            session.write(what["row"])
-        whole = what.get("whole", False)
+        message = json.loads(line)
+        if "row" in message:
+            session.write(message["row"])
+        completed = message.get("completed", False)
     signal.alarm(SECONDS_TO_END)
-    session.close(whole)
+    session.close(completed)

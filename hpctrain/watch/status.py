@@ -1,4 +1,4 @@
-"""`status.json`: where a run stands, for people and monitors to read while it trains."""
+"""`status.json`: state and progress of a run, for people and monitoring during training."""
 
 from __future__ import annotations
 
@@ -20,29 +20,35 @@ STATUS_BYTES = 1 << 20
 
 RunState = Literal["starting", "running", "checkpointing", "evaluating", "stopped", "done", "failed"]
 
-ACTIVE = ("starting", "running", "checkpointing", "evaluating")  # states of a run that has a job
+ACTIVE = ("starting", "running", "checkpointing", "evaluating")
+"""States of a run that has a job."""
 
 SECONDS_PER_RENEWAL = 1.0
 
 MOST_OF_A_RANK = 2
-"""Silent faults of one rank, at which its node is not to be trusted."""
+"""Number of silent faults of one rank from which on its node should not be used."""
 
 # Variables in which schedulers tell a job its number, and the schedulers' names.
 _JOBS = {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS", "LSB_JOBID": "LSF", "FLUX_JOB_ID": "Flux"}
 
 
 class Status:
-    """The file, written by rank 0 alone: where `folder` is None, nothing is written.
+    """Writer of the status file, on rank 0.
 
-    A reader finds either the former content or the new one, never a part. A disk that refuses costs the
-    run nothing but a warning.
+    The file is replaced as a whole, so readers never see a part. If it cannot be written, a warning is
+    logged.
     """
 
     def __init__(self, folder: Path | None, facts: Mapping[str, Any]) -> None:
-        """`facts` stay: title, steps, ranks and so on."""
+        """Write the first status.
+
+        Args:
+            folder: The run folder; None on other ranks, which write nothing.
+            facts: Fields that do not change, such as title, steps and ranks.
+        """
         self._path = None if folder is None else folder / STATUS_FILE
         self._written = -math.inf
-        self._complained = False
+        self._has_warned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="status")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
@@ -51,15 +57,15 @@ class Status:
         self.change("starting", started=now_text())
 
     def change(self, state: RunState, **fields: Any) -> None:
-        """Write a new state at once, with whatever else has changed."""
+        """Write a new state and other changed fields, and wait until they are written."""
         self._fields |= {"state": state, **fields}
         self._write()
-        self.settle()
+        self.flush()
 
     def step(self, **fields: Any) -> None:
-        """A step has ended now; written at most once a second, or if the run did something else before.
+        """Record a completed step. Write it if the last write is a second old or the state has changed.
 
-        A thread writes, so that no step waits for a slow disk.
+        A thread writes, so that steps do not wait for a slow disk.
         """
         new = self._fields["state"] != "running"
         self._fields |= {"state": "running", "step_time": now_text(), **fields}
@@ -67,15 +73,15 @@ class Status:
             self._write()
 
     def note(self, **fields: Any) -> None:
-        """Remember what will stand in the next writing."""
+        """Change fields without writing them now."""
         self._fields |= fields
 
-    def settle(self) -> None:
-        """Return when what was to be written is written."""
+    def flush(self) -> None:
+        """Wait until the last write is complete."""
         self._writing.result()
 
     def close(self) -> None:
-        """Nothing will be written any more."""
+        """End the writing thread."""
         self._thread.shutdown()
 
     def _write(self) -> None:
@@ -90,14 +96,14 @@ class Status:
             new.write_text(text, encoding="utf-8")
             new.replace(path)
         except OSError as error:
-            if not self._complained:
-                self._complained = True
+            if not self._has_warned:
+                self._has_warned = True
                 sentence = "%s: cannot be written and is out of date from now on: %s"
                 logging.getLogger("hpctrain").warning(sentence, path, error.strerror or error)
 
 
 def stored_status(folder: Path) -> dict[str, Any]:
-    """What a run's file says; empty where that cannot be read, or is no JSON object."""
+    """Return the content of a run's status file; {} if it cannot be read or is not a JSON object."""
     try:
         status = parse_json(read_text(folder / STATUS_FILE, STATUS_BYTES))
     except (OSError, ValueError):
@@ -106,7 +112,7 @@ def stored_status(folder: Path) -> dict[str, Any]:
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:
-    """The scheduler and number of the job, such as "Slurm 1234"; None outside of jobs."""
+    """Return the scheduler and the number of the job, such as "Slurm 1234"; None outside of jobs."""
     for variable, scheduler in _JOBS.items():
         if environment.get(variable):
             return f"{scheduler} {environment[variable]}"
@@ -114,5 +120,5 @@ def job_name(environment: Mapping[str, str]) -> str | None:
 
 
 def now_text() -> str:
-    """Now, UTC, as in 2026-11-21T10:16:22Z."""
+    """Return the current time in UTC, such as 2026-11-21T10:16:22Z."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

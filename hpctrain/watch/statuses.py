@@ -1,4 +1,4 @@
-"""`hpctrain status`: where runs stand, from their folders alone."""
+"""`hpctrain status`: states of runs, read from their folders."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from hpctrain.files import parse_json, read_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import command, counted, escaped, fitted
 from hpctrain.units import format_count, format_seconds
-from hpctrain.watch.evaluated import evaluated_note
-from hpctrain.watch.folder import is_free, way_on
+from hpctrain.watch.evaluation_text import evaluation_note
+from hpctrain.watch.folder import is_free, resume_command
 from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import ACTIVE, MOST_OF_A_RANK, STATUS_BYTES, STATUS_FILE, stored_status
 
-ENDED = ("stopped", "failed", "lost")  # states of a run that has no job, and steps left to do
+ENDED = ("stopped", "failed", "lost")
+"""States of a run that has no job and has steps left to do."""
 
 LATE_STEPS = 10
 LATE_SECONDS = 30.0
-"""A run is stalled when no step has ended for so many times the time of a step and so many seconds more."""
+"""A run is stalled if no step has ended for this multiple of the time of a step plus these seconds."""
 
 
 def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
@@ -60,9 +61,20 @@ def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], 
 
 
 def show_faulty(folders: Sequence[Path], show: Callable[[str], None]) -> int:
-    """Show the nodes, by their short names, that the statuses of runs do not trust any more, with commas
-    between as schedulers take them; nothing where there are none. The exit code; HpctrainError for a
-    folder of no run, InputOutputError as of `read_status`.
+    """Show the nodes of runs with too many silent faults, as a list that schedulers accept.
+
+    The list has short names with commas. Nothing is shown if there are none.
+
+    Args:
+        folders: Run folders.
+        show: Function that prints a line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        HpctrainError: A folder is not a run folder.
+        InputOutputError: A status cannot be read.
     """
     nodes = dict.fromkeys(
         each["node"].partition(".")[0]
@@ -76,57 +88,68 @@ def show_faulty(folders: Sequence[Path], show: Callable[[str], None]) -> int:
 
 
 def _faulty(folder: Path) -> list[dict[str, Any]]:
-    """The ranks of a run that had silent faults, each with its node."""
+    """Return the ranks of a run that had silent faults, with their nodes."""
     try:
-        told = read_status(folder).get("faulty") or []
+        ranks = read_status(folder).get("faulty") or []
     except InputOutputError as error:
         unreadable = _is_marked(folder) or not folder.exists()
         raise (InputOutputError if unreadable else HpctrainError)(error.problems) from None
     kinds = {"node": str, "faults": int}
-    if not isinstance(told, list) or not all(
+    if not isinstance(ranks, list) or not all(
         isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in kinds.items())
-        for each in told
+        for each in ranks
     ):
         raise InputOutputError(
             f"{folder / STATUS_FILE}: is not the status of a run (`faulty` is not a list of ranks)"
         )
-    return told
+    return ranks
 
 
 def _is_marked(folder: Path) -> bool:
-    """Whether a folder is one of a run, or has what it says that it is a status."""
+    """Return True if a folder has the marker of a run, or a status file."""
     return any((folder / name).exists() for name in (MARKER, STATUS_FILE))
 
 
-def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:
-    """The status of a run, with `folder` and, of one that has a job, `seconds_since_step`.
+def read_status(folder: Path, finds_checkpoint: bool = True) -> dict[str, Any]:
+    """Return the status of a run, with fields that its folder shows.
 
-    Its state is "lost" where the file says that it has a job, but nothing holds the folder, and "stalled"
-    where no step has ended for long. `checkpoint` is the newest good one even where the run could not write
-    so; of a run that ended before its last step, `go_on` is the command that goes on with it, or "". If its
-    last steps made no update, this command starts from before them. With `finds` false neither is looked for.
+    - `folder`: The folder.
+    - `state`: "lost" if the file names a running job but no process has locked the folder, "stalled" if no
+      step has ended for a long time, else the state in the file.
+    - `seconds_since_step`: Seconds since the last step, for a run that has a job.
+    - `checkpoint`: Newest good checkpoint, even if the run could not write it to the file.
+    - `go_on`: Command that resumes a run which ended before its last step; "" if there is none. If the last
+      steps made no update, the command starts before them.
+
+    Args:
+        folder: The run folder.
+        finds_checkpoint: True to look for the checkpoint and the command.
+
+    Raises:
+        HpctrainError: The folder does not exist.
+        InputOutputError: It has no readable status.
     """
     require_exists(folder, "run folder")
     path = folder / STATUS_FILE
     try:
         status: dict[str, Any] = parse_json(read_text(path, STATUS_BYTES))
-        status |= {"folder": str(folder), **_judged(status, folder)}
-        newest = _newest_good(folder, status.get("checkpoint")) if finds else None
+        status |= {"folder": str(folder), **_observed_state(status, folder)}
+        newest = _newest_good(folder, status.get("checkpoint")) if finds_checkpoint else None
         last_update = _last_update(status)
-        if finds and last_update is not None:
+        if finds_checkpoint and last_update is not None:
             before = _newest_good(folder, None, last_update)
-            status["go_on"] = way_on(folder, before, by_name=True)
+            status["go_on"] = resume_command(folder, before, by_name=True)
     except OSError as error:
         below = f"; {command('status')} expects run folders, such as {folder}/*" if _has_runs(folder) else ""
         reason = f"cannot be read: {error.strerror or error} (a run writes it during training){below}"
         raise InputOutputError(f"{path}: {reason}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputOutputError(f"{path}: is not the status of a run ({error!r})") from error
-    if not finds:
+    if not finds_checkpoint:
         return status
     status["checkpoint"] = None if newest is None else str(newest)
     if status["state"] in ENDED and last_update is None:
-        status["go_on"] = way_on(folder, newest)
+        status["go_on"] = resume_command(folder, newest)
     return status
 
 
@@ -137,7 +160,7 @@ def _last_update(status: Mapping[str, Any]) -> int | None:
 
 
 def _has_runs(folder: Path) -> bool:
-    """Whether runs lie in folders of this one."""
+    """Return True if folders in this one are run folders."""
     try:
         return any((below / STATUS_FILE).is_file() for below in folder.iterdir())
     except OSError:
@@ -145,12 +168,12 @@ def _has_runs(folder: Path) -> bool:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a run says that it has done all of its steps."""
+    """Return True if the status of a run says that all of its steps are done."""
     return stored_status(folder).get("state") == "done"
 
 
-def _judged(status: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What becomes of the state as the file tells it."""
+def _observed_state(status: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the state and `seconds_since_step` of a run that has a job according to its file; else {}."""
     state, step_time, written = status["state"], status.get("step_time"), _seconds_since(status["time"])
     if state not in ACTIVE:
         return {}
@@ -183,7 +206,7 @@ def _newest_good(folder: Path, known: str | None, last_step: int | None = None) 
 
 
 def statuses_text(rows: Sequence[dict[str, Any]]) -> str:
-    """The table, and below it what there is to say of single runs."""
+    """Return the table of runs, and notes on single runs below it."""
     head = ("run", "state", "step", "loss", "tokens/s", "left", "last step", "ranks", "job", "checkpoint")
     cells = [head, *map(_cells, rows)]
     notes = [f"{row['folder']}: {note}" for row in rows for note in _notes(row)]
@@ -228,7 +251,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
         notes.append(f"resume with `{row['go_on']}`")
     if row["state"] == "stalled":
         notes.append(f"the last steps took {format_seconds(row.get('step_seconds') or 0.0)} each")
-    notes += evaluated_note(row)
+    notes += evaluation_note(row)
     if row.get("silent_faults"):
         notes.append(f"{counted(row['silent_faults'], 'silent fault')} found so far (faults.jsonl)")
     return notes + [slow["words"] for slow in row.get("stragglers") or []]

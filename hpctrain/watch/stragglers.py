@@ -1,4 +1,4 @@
-"""Ranks whose own computing takes longer than that of the others who do the same."""
+"""Detection of ranks that compute longer than other ranks with the same work."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.model.part import ModelPart
 from hpctrain.units import format_seconds
 
-WINDOW = 20  # steps after which the ranks compare their times
+WINDOW = 20
+"""Number of steps after which the ranks compare their times."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank: seconds of its own computing in a step, and how many times the others' median it is."""
+    """Slow rank.
+
+    Attributes:
+        rank: Number of the rank.
+        node: Name of its node.
+        seconds: Seconds of its computation in a step, without communication.
+        times: These seconds over the median of ranks with the same work.
+    """
 
     rank: int
     node: str
@@ -38,22 +46,28 @@ class Straggler:
 
 
 class TimeComparison(Protocol):
-    """What compares the ranks' times."""
+    """Interface of a comparison of the ranks' times."""
 
     def step(self, seconds: float) -> list[Straggler] | None:
-        """Add this rank's computing time of a step; on rank 0 the stragglers at the end of a window."""
+        """Add this rank's computing time of a step. Return the stragglers on rank 0 after each window."""
 
 
 class StragglerDetector:
-    """Compares the ranks' times once a window of steps: the step's less those inside communication.
+    """Compares the computing times of ranks after each window of `WINDOW` steps.
 
-    Of each rank the median of its steps counts, so that a single slow step is none. Compared are ranks whose
-    `work` is equal, see `work_of`. Where the host does not wait for a call, as over NCCL, its times tell
-    nothing, and nothing is compared.
+    Computing time is the time of a step without that of communication. The median of a rank's steps counts,
+    so that single slow steps do not matter. Ranks with equal `work` are compared (see `work_of`). If the host
+    does not wait for calls, as with NCCL, nothing is compared.
     """
 
     def __init__(self, mesh: Mesh, factor: float, work: object) -> None:
-        """Named are ranks above `factor` times the median; 0: never. Collective."""
+        """Exchange nodes and work of all ranks. Collective.
+
+        Args:
+            mesh: Mesh of the ranks.
+            factor: Multiple of the median from which on a rank is a straggler; 0 for no comparison.
+            work: Value of `work_of` for this rank.
+        """
         self.world, self.factor = mesh.world, factor
         self.on = factor > 0 and mesh.world.size > 1 and TRANSPORTS[mesh.transport].on_host
         everyone = self.world.everyone
@@ -64,10 +78,12 @@ class StragglerDetector:
         self._named: set[int] = set()
 
     def step(self, seconds: float) -> list[Straggler] | None:
-        """Add this rank's computing time of a step, in seconds; the first one, which warms up, is left out.
+        """Add this rank's computing time of a step in seconds. Collective.
 
-        At the end of a window, the stragglers on rank 0, which also warns of new ones; else None.
-        Collective.
+        The first step is left out, since it warms up.
+
+        Returns:
+            The stragglers on rank 0 at the end of a window, which also logs warnings of new ones; else None.
         """
         if not self.on:
             return None
@@ -76,9 +92,9 @@ class StragglerDetector:
         self._warm = True
         if len(self._seconds) < WINDOW:
             return None
-        mine = torch.tensor([median(self._seconds)], dtype=torch.float64)
+        local_median = torch.tensor([median(self._seconds)], dtype=torch.float64)
         self._seconds.clear()
-        times = self.world.everyone.gather(mine)
+        times = self.world.everyone.gather(local_median)
         if times is None:
             return None
         slow = find_stragglers(times.tolist(), self.work, self.nodes, self.factor)
@@ -87,7 +103,15 @@ class StragglerDetector:
 
 
 def warn_of(slow: Sequence[Straggler], named: set[int]) -> set[int]:
-    """Warn of those that were not `named` before; the ranks of all."""
+    """Log warnings of stragglers that were not named before.
+
+    Args:
+        slow: All stragglers.
+        named: Ranks of earlier warnings.
+
+    Returns:
+        Ranks of all stragglers.
+    """
     for straggler in slow:
         if straggler.rank not in named:
             logging.getLogger("hpctrain").warning("%s", straggler.row()["words"])
@@ -95,8 +119,10 @@ def warn_of(slow: Sequence[Straggler], named: set[int]) -> set[int]:
 
 
 def work_of(parts: Iterable[ModelPart]) -> object:
-    """What a pipeline stage of these parts computes, a small value: layers of one kind take as long, if as
-    much of them is trained. It is equal on the ranks of a stage, and on stages of the same layers.
+    """Return a small value that is equal for pipeline stages with the same work.
+
+    It has the kind and the number of trained elements of each layer. So it is equal on all ranks of a stage,
+    and on stages with the same layers.
     """
     return [
         (layer.kind, sum(prod(p.shard.shape) for p in layer.all_parameters if p.requires_grad))
@@ -108,14 +134,20 @@ def work_of(parts: Iterable[ModelPart]) -> object:
 def find_stragglers(
     seconds: Sequence[float], work: Sequence[object], nodes: Sequence[str], factor: float
 ) -> list[Straggler]:
-    """The ranks whose seconds are above `factor` times the median of those with the same work, slowest first.
+    """Return the ranks that need more than `factor` times the median of ranks with the same work.
 
-    A rank that has its work alone is none. Of an even number, the lower of the two in the middle is the
-    median, so that of two ranks the slower one can stand out.
+    The slowest one comes first. A rank without others of the same work is never a straggler. The lower median
+    is used, so that the slower of two ranks can be one.
+
+    Args:
+        seconds: Computing time of each rank.
+        work: Work of each rank.
+        nodes: Node of each rank.
+        factor: Multiple of the median.
     """
     slow = []
-    for rank, own in enumerate(seconds):
-        usual = median_low(other for other, same in zip(seconds, work, strict=True) if same == work[rank])
-        if own > factor * usual > 0:
-            slow.append(Straggler(rank, nodes[rank], own, own / usual))
+    for rank, rank_seconds in enumerate(seconds):
+        middle = median_low(other for other, same in zip(seconds, work, strict=True) if same == work[rank])
+        if rank_seconds > factor * middle > 0:
+            slow.append(Straggler(rank, nodes[rank], rank_seconds, rank_seconds / middle))
     return sorted(slow, key=lambda straggler: -straggler.times)

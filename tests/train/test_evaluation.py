@@ -1,6 +1,6 @@
 """Evaluation on any layout against plain torch, and what follows from it: `best`, patience, after kills too.
 
-Tests of train/best.py, data/held_out.py, watch/evaluated.py and the keep of `best` in train/checkpoints.py.
+Tests of train/best.py, data/held_out.py, watch/evaluation_text.py and `best` in train/checkpoints.py.
 """
 
 from __future__ import annotations

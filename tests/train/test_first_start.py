@@ -20,7 +20,13 @@ from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.trainer import make_trainer
 from hpctrain.train.run import resume, run_deck
-from hpctrain.watch.folder import clear_folder, clear_other_folder, no_way_on, refuse_other_folder, way_on
+from hpctrain.watch.folder import (
+    clear_folder,
+    clear_other_folder,
+    explain_no_checkpoint,
+    refuse_other_folder,
+    resume_command,
+)
 from hpctrain.watch.run_files import names_of_a_run
 from tests.data.chats import write_rows
 
@@ -187,10 +193,10 @@ def test_mirrored_run_without_a_checkpoint_keeps_its_mirror(tokens: Path, tmp_pa
     (folder / "checkpoints").mkdir(parents=True)
     for name in (".hpctrain-run", "deck.toml", "metrics.jsonl"):
         (folder / name).write_text(path.read_text())
-    assert way_on(folder, None) == f"hpctrain run {folder}/deck.toml"
+    assert resume_command(folder, None) == f"hpctrain run {folder}/deck.toml"
     write_token(folder, new_token())
-    assert way_on(folder, None) == f"hpctrain resume {folder}"
-    assert f"; resume with `hpctrain resume {folder}`" in no_way_on(folder)
+    assert resume_command(folder, None) == f"hpctrain resume {folder}"
+    assert f"; resume with `hpctrain resume {folder}`" in explain_no_checkpoint(folder)
     with pytest.raises(HpctrainError) as caught:
         clear_folder(deck, fresh=False, again=False)
     (problem,) = caught.value.problems

@@ -1,6 +1,6 @@
 """The report of a run that was made, resumed and traced here: what it wrote is found again.
 
-Tests of watch/told.py and watch/foretold.py on what train/run.py writes.
+Tests of watch/run_report.py and watch/predicted_vs_measured.py on what train/run.py writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.report.marks import StepMark
 from hpctrain.train.run import resume, run_deck
-from hpctrain.watch.told import read_runs, write_report
+from hpctrain.watch.run_report import read_runs, write_report
 from tests.train.test_run import deck_file
 from tests.train.test_seconds import QUICK, rates
 

@@ -142,7 +142,7 @@ def test_columns_of_a_table_grow_and_rows_before_have_them_empty(tmp_path: Path)
         "2,200,2.0,False,1.5",
         "3,300,,False,",
     ]
-    writer.close(whole=True)
+    writer.close(completed=True)
     assert not (tmp_path / "metrics.csv.new").exists()
 
 
@@ -186,13 +186,13 @@ def test_event_files_are_read_by_tensorboard(tmp_path: Path) -> None:
     writer.go_back(1)
     writer.write(row(2, 2.25), 0.0)
     assert events(tmp_path)["loss"] == [(1, 3.5), (2, 2.25)]
-    writer.close(whole=False)
+    writer.close(completed=False)
     # Killed within a record, and begun anew from a checkpoint after step 1 within the same second.
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-5])
     again = EventFile(tmp_path, 1)
     again.write(row(2, 2.125), 0.0)
-    again.close(whole=True)
+    again.close(completed=True)
     assert events(tmp_path)["loss"] == [(1, 3.5), (2, 2.125)]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     assert "tensorflow" not in sys.modules
@@ -209,7 +209,7 @@ def test_what_services_are_told(fakes: Path) -> None:
             service.write(row(step), 0.0)
         service.go_back(1)
         service.write(row(2, 9.0), 0.0)
-        service.close(whole=True)
+        service.close(completed=True)
         init, *rows, last = [each for each in told(fakes) if each[0] != "teardown"]
         if package == "wandb":
             assert init[1] == {
@@ -432,7 +432,7 @@ def test_the_real_packages_take_a_run(package: str, tmp_path: Path, monkeypatch:
         service = Service(package, FACTS | {"folder": str(tmp_path)})
         for step in (1, 2, 3):
             service.write(row(step), 0.0)
-        service.close(whole=True)
+        service.close(completed=True)
     if package == "wandb":
         assert len(list(tmp_path.glob("wandb/offline-run-*/run-0a1b2c3d.wandb"))) == 2
     else:

@@ -25,8 +25,8 @@ class Kept:
     def go_back(self, step: int) -> None:
         self.told.append(("back", step))
 
-    def close(self, whole: bool) -> None:
-        self.told.append("done" if whole else "failed")
+    def close(self, completed: bool) -> None:
+        self.told.append("done" if completed else "failed")
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -67,7 +67,7 @@ def test_a_writer_is_told_all_in_its_order() -> None:
         feed.write({"step": step})
     feed.go_back(1)
     feed.write({"step": 2})
-    feed.end(whole=True)
+    feed.end(completed=True)
     feed.close(30)
     assert writer.told == [1, 2, 3, ("back", 1), 2, "done"]
     assert not feed.lost
@@ -100,7 +100,7 @@ def test_one_that_raises_is_given_up_with_one_warning(
         feed.write({"step": step})
     feed.go_back(1)
     feed.write({"step": 2})
-    feed.end(whole=True)
+    feed.end(completed=True)
     feed.close(30)
     (said,) = warned(caplog)
     assert said.startswith("report.x: no further steps are sent, it ")
@@ -130,7 +130,7 @@ def test_one_that_hangs_holds_nobody_up(
     for step in range(5, 1000):
         feed.write({"step": step})
     assert time.perf_counter() - began < 5
-    feed.end(whole=True)
+    feed.end(completed=True)
     feed.close(30)
     assert writer.told == [1, 2]
     assert warned(caplog) == [
@@ -163,7 +163,7 @@ def test_the_end_of_a_run_waits_for_so_long_and_not_longer(caplog: pytest.LogCap
     for step in (1, 2, 3):
         feed.write({"step": step})
     until(lambda: writer.told == [1, 2])
-    feed.end(whole=True)
+    feed.end(completed=True)
     began = time.monotonic()
     feed.close(0.2)
     assert 0.2 <= time.monotonic() - began < 5
@@ -200,11 +200,11 @@ def test_one_that_nothing_ends_is_told_of_once(caplog: pytest.LogCaptureFixture)
     now = [0.0]
     feed = Feed("deaf", Deaf, clock=lambda: now[0])
     feed.write({"step": 1})
-    until(lambda: feed._told.empty() and feed._busy is not None)
+    until(lambda: feed._queue.empty() and feed._busy is not None)
     now[0] = 500.0
     feed.write({"step": 2})
     feed.write({"step": 3})
-    feed.end(whole=True)
+    feed.end(completed=True)
     feed.close(0.0)
     assert len(warned(caplog)) == 1
     free.set()

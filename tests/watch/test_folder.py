@@ -25,13 +25,13 @@ from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from hpctrain.watch.folder import (
     clear_folder,
+    explain_no_checkpoint,
     is_free,
     lock_folder,
-    no_way_on,
     refuse_other_folder,
     refuse_other_run,
+    resume_command,
     take_folder,
-    way_on,
 )
 from hpctrain.watch.run_files import LOCK, MARKER, mark
 from tests.train.test_run import DECK
@@ -315,7 +315,7 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
 
 def test_a_hugging_face_folder_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    assert no_way_on(tmp_path) == (
+    assert explain_no_checkpoint(tmp_path) == (
         f"{tmp_path}: is a Hugging Face folder, not a run folder; "
         f"`hpctrain import {tmp_path} FILE.h5` makes a checkpoint of it"
     )
@@ -323,10 +323,10 @@ def test_a_hugging_face_folder_is_no_run(tmp_path: Path) -> None:
 
 def test_a_run_that_is_alive_is_not_begun_again(tmp_path: Path) -> None:
     make(tmp_path, ("deck.toml",))
-    assert "start again with `hpctrain run " in no_way_on(tmp_path)
+    assert "start again with `hpctrain run " in explain_no_checkpoint(tmp_path)
     with lock_folder(tmp_path):
-        assert f"its job is still running (process {os.getpid()} on " in no_way_on(tmp_path)
-    assert "start again with `hpctrain run " in no_way_on(tmp_path)
+        assert f"its job is still running (process {os.getpid()} on " in explain_no_checkpoint(tmp_path)
+    assert "start again with `hpctrain run " in explain_no_checkpoint(tmp_path)
 
 
 def test_a_run_begins_again_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,13 +337,13 @@ def test_a_run_begins_again_where_it_was_started(tmp_path: Path, monkeypatch: py
     (run / "status.json").write_text(json.dumps({"started_in": str(place)}))
     monkeypatch.chdir(tmp_path)
     again = f"hpctrain run {run}/deck.toml --set run.dir={run}"
-    assert way_on(Path("runs/small"), None) == f"cd '{place}' && {again}"
+    assert resume_command(Path("runs/small"), None) == f"cd '{place}' && {again}"
     newest, other = Path("runs/small/checkpoints/step-00000002.h5"), Path("runs/other/checkpoints/step-2.h5")
-    assert way_on(Path("runs/small"), newest) == f"cd '{place}' && hpctrain resume {run}"
+    assert resume_command(Path("runs/small"), newest) == f"cd '{place}' && hpctrain resume {run}"
     absolute = f"cd '{place}' && hpctrain resume {tmp_path}/{other} --set run.dir={run}"
-    assert way_on(Path("runs/small"), other) == absolute
+    assert resume_command(Path("runs/small"), other) == absolute
     monkeypatch.chdir(place)
-    assert way_on(Path("../runs/small"), None) == "hpctrain run ../runs/small/deck.toml"
+    assert resume_command(Path("../runs/small"), None) == "hpctrain run ../runs/small/deck.toml"
 
 
 def corpus(folder: Path, launch: Launch) -> None:
@@ -464,7 +464,7 @@ def test_no_command_is_named_that_is_refused(tmp_path: Path) -> None:
             clear_folder(deck_of(folder), fresh, again=False)
         there = f"{folder} is a folder whose checkpoints is a symbolic link, where no run is deleted"
         line = f"hpctrain run {folder}/deck.toml{' --fresh' * fresh} --set run.dir=FOLDER"
-        assert f"{there}: start in another one with `{line}`" in no_way_on(folder)
+        assert f"{there}: start in another one with `{line}`" in explain_no_checkpoint(folder)
         assert clear_folder(deck_of(tmp_path / "another"), fresh, again=False) == ""
 
 

@@ -1,6 +1,6 @@
 """Runs that are found below a folder, and the live table of them, in windows of any width and on a terminal.
 
-Tests of watch/found_runs.py, watch/look.py, watch/live.py and report/sparkline.py.
+Tests of watch/run_search.py, watch/run_view.py, watch/live.py and report/sparkline.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from click.testing import CliRunner
 from hpctrain.cli.status import command
 from hpctrain.errors import HpctrainError
 from hpctrain.report.sparkline import BLOCKS, LETTERS, sparkline
-from hpctrain.watch import found_runs as module
-from hpctrain.watch import look as look_module
-from hpctrain.watch.found_runs import find_runs, runs_below
+from hpctrain.watch import run_search as module
+from hpctrain.watch import run_view as view_module
 from hpctrain.watch.live import WatchedRuns, ended_by_signals, table_lines
-from hpctrain.watch.look import Looker
 from hpctrain.watch.run_files import MARKER
+from hpctrain.watch.run_search import find_runs, runs_below
+from hpctrain.watch.run_view import RunViewer
 from tests.watch.test_status import ago, write
 
 
@@ -58,7 +58,7 @@ def test_runs_are_found_by_their_files(tmp_path: Path) -> None:
     found = find_runs(tmp_path)
     # A folder is found once, by whichever name; the one that wrote last stands first.
     assert [each.resolve() for each in found.folders] == [old, deep]
-    assert found.all_seen
+    assert found.is_complete
     assert find_runs(old).folders == (old,)
 
 
@@ -68,13 +68,13 @@ def test_looking_for_runs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(module, "MOST_RUNS", 3)
     found = find_runs(tmp_path)
     assert len(found.folders) == 3
-    assert not found.all_seen
+    assert not found.is_complete
     assert len(runs_below(tmp_path)) == 3
     assert "only the first 3 runs" in capsys.readouterr().err  # type: ignore[attr-defined]
     monkeypatch.setattr(module, "MOST_RUNS", 5)
-    assert find_runs(tmp_path).all_seen
+    assert find_runs(tmp_path).is_complete
     monkeypatch.setattr(module, "MOST_ENTRIES", 3)
-    assert not find_runs(tmp_path).all_seen
+    assert not find_runs(tmp_path).is_complete
     (tmp_path / "empty").mkdir()
     with pytest.raises(HpctrainError, match="no run in this folder or up to 4 levels below it"):
         runs_below(tmp_path / "empty")
@@ -107,24 +107,24 @@ def test_curves() -> None:
 def test_what_is_looked_at_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, now = run(tmp_path / "one"), [0.0]
     losses(folder, [3.0, None, 2.0])
-    looker = Looker(folder, clock=lambda: now[0])
-    look = looker.all_of(looker.status())
+    viewer = RunViewer(folder, clock=lambda: now[0])
+    look = viewer.with_details(viewer.status())
     assert (look.status["state"], look.losses, look.problem) == ("running", [3.0, 2.0], "")
     assert look.disk is not None
     assert look.disk.free > 0
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-00000001.h5").write_bytes(b"x" * 100_000)
     losses(folder, [3.0, None, 2.0, 1.0])
-    again = looker.all_of(looker.status())
+    again = viewer.with_details(viewer.status())
     assert (again.losses, again.disk) == ([3.0, 2.0, 1.0], look.disk)  # files are not counted at each look
-    now[0] = look_module.SECONDS_PER_COUNT
-    later = looker.all_of(looker.status()).disk
+    now[0] = view_module.SECONDS_PER_COUNT
+    later = viewer.with_details(viewer.status()).disk
     assert later is not None
     assert later.used >= look.disk.used + 100_000
     # Of a long file the end alone is read, from the first whole row there.
-    monkeypatch.setattr(look_module, "TAIL_BYTES", 100)
+    monkeypatch.setattr(view_module, "TAIL_BYTES", 100)
     losses(folder, [float(step) for step in range(1000)])
-    assert looker.all_of(looker.status()).losses == [998.0, 999.0]
+    assert viewer.with_details(viewer.status()).losses == [998.0, 999.0]
 
 
 def test_a_status_that_cannot_be_read_is_a_line(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_signal_may_come_at_any_instruction() -> None:
                 sys.settrace(trace)  # type: ignore[arg-type]
                 ended.wait(0.01)
                 sys.settrace(None)
-                assert ended.asked == (events > moment)
+                assert ended.is_set == (events > moment)
     finally:
         sys.settrace(None)
         signal.alarm(0)

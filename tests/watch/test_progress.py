@@ -14,7 +14,7 @@ import pytest
 from hpctrain.report.terminal import Terminal
 from hpctrain.watch.log import close_log, open_log
 from hpctrain.watch.metrics import StepMetrics
-from hpctrain.watch.progress import Progress
+from hpctrain.watch.progress import Progress, ProgressDisplay
 
 
 class Clock:
@@ -52,7 +52,7 @@ def metrics(step: int, loss: float = 3.21449, **more: object) -> StepMetrics:
 
 def lines(*steps: StepMetrics, total: int = 1000, start: int = 0, log_every: int = 10) -> list[str]:
     output, clock = io.StringIO(), Clock()
-    shown = Progress(total, start, log_every=log_every, style="lines", output=output, clock=clock)
+    shown = Progress(total, start, log_every=log_every, display=ProgressDisplay("lines", output, clock=clock))
     with closing(shown) as progress:
         for step in steps:
             clock.now += 0.3
@@ -118,7 +118,7 @@ def test_lines_come_every_so_many_steps_and_for_the_first_and_last() -> None:
 
 def test_messages_and_evaluations_are_lines() -> None:
     output = io.StringIO()
-    with closing(Progress(1000, style="lines", output=output)) as progress:
+    with closing(Progress(1000, display=ProgressDisplay("lines", output))) as progress:
         progress.evaluation(40, "validation", {"loss": 3.10206, "perplexity": 22.2436})
         progress.message("checkpoint saved")
         progress.working("evaluating")
@@ -129,7 +129,7 @@ def test_messages_and_evaluations_are_lines() -> None:
 
 def test_time_left_is_by_wall_time_of_the_last_hundred_steps() -> None:
     clock = Clock()
-    progress = Progress(1000, style="lines", output=io.StringIO(), clock=clock)
+    progress = Progress(1000, display=ProgressDisplay("lines", io.StringIO(), clock=clock))
     assert progress.seconds_left() is None
     for step in range(1, 301):
         clock.now += 5.0 if step <= 200 else 2.0
@@ -139,7 +139,7 @@ def test_time_left_is_by_wall_time_of_the_last_hundred_steps() -> None:
 
 def test_bar_is_one_line_and_messages_stand_above_it(terminal: Terminal) -> None:
     output, clock = io.StringIO(), Clock()
-    with closing(Progress(200, output=output, terminal=terminal, clock=clock)) as progress:
+    with closing(Progress(200, display=ProgressDisplay("auto", output, terminal, clock))) as progress:
         assert progress.style == "bar"
         assert screen(output.getvalue())[0].startswith("step   0/200 ━")
         for step in range(1, 101):
@@ -163,7 +163,7 @@ def test_bar_is_one_line_and_messages_stand_above_it(terminal: Terminal) -> None
 def test_bar_fits_the_window(terminal: Terminal, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wide, "width", width)
     output = io.StringIO()
-    with closing(Progress(200, output=output, terminal=terminal)) as progress:
+    with closing(Progress(200, display=ProgressDisplay("auto", output, terminal))) as progress:
         progress.step(metrics(200, mfu=0.4, evaluated={"validation": {"loss": 3.0}}, skipped=True))
     shown = screen(output.getvalue())[-2]
     assert 0 < len(shown) < width
@@ -179,7 +179,7 @@ def test_bar_fits_the_window(terminal: Terminal, width: int, monkeypatch: pytest
 
 def test_bar_is_drawn_at_most_ten_times_a_second(terminal: Terminal) -> None:
     output, clock = io.StringIO(), Clock()
-    with closing(Progress(10_000, output=output, terminal=terminal, clock=clock)) as progress:
+    with closing(Progress(10_000, display=ProgressDisplay("auto", output, terminal, clock))) as progress:
         for step in range(1, 1001):
             clock.now += 0.002
             progress.step(metrics(step))
@@ -187,7 +187,7 @@ def test_bar_is_drawn_at_most_ten_times_a_second(terminal: Terminal) -> None:
 
 
 def test_steps_between_drawings_cost_microseconds(terminal: Terminal) -> None:
-    progress = Progress(100_000, output=io.StringIO(), terminal=terminal, clock=Clock())
+    progress = Progress(100_000, display=ProgressDisplay("auto", io.StringIO(), terminal, Clock()))
     row = metrics(7)
     began = time.process_time()
     for _ in range(10_000):
@@ -199,7 +199,7 @@ def test_warnings_are_shown_above_the_bar(
     terminal: Terminal, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logger, output = open_log(tmp_path, 0), io.StringIO()
-    with closing(Progress(9, output=output, terminal=terminal, logger=logger)) as progress:
+    with closing(Progress(9, logger=logger, display=ProgressDisplay("auto", output, terminal))) as progress:
         progress.step(metrics(1))
         logger.warning("mind the gap")
     logger.warning("after it")
@@ -211,7 +211,8 @@ def test_warnings_stay_on_stderr_where_that_is_another_place(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logger, output = open_log(tmp_path, 0), io.StringIO()
-    with closing(Progress(9, output=output, terminal=Wide("/dev/null", takes_errors=False), logger=logger)):
+    display = ProgressDisplay("auto", output, Wide("/dev/null", takes_errors=False))
+    with closing(Progress(9, logger=logger, display=display)):
         logger.warning("mind the gap")
     assert "mind" not in output.getvalue()
     assert capfd.readouterr().err == "warning: mind the gap\n"
@@ -220,7 +221,7 @@ def test_warnings_stay_on_stderr_where_that_is_another_place(
 def test_no_color(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def codes() -> set[str]:
         output = io.StringIO()
-        with closing(Progress(9, output=output, terminal=terminal)) as progress:
+        with closing(Progress(9, display=ProgressDisplay("auto", output, terminal))) as progress:
             progress.step(metrics(9))
         return set(re.findall(r"\x1b\[[0-9;]*m", output.getvalue()))
 
@@ -232,7 +233,8 @@ def test_no_color(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_style_is_chosen(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def style(wish: str = "auto", on: Terminal | None = terminal) -> str:
-        return Progress(9, style=wish, output=io.StringIO(), terminal=on).style  # type: ignore[arg-type]
+        display = ProgressDisplay(wish, io.StringIO(), on)  # type: ignore[arg-type]
+        return Progress(9, display=display).style
 
     assert (style(), style("lines")) == ("bar", "lines")
     monkeypatch.setattr("hpctrain.watch.progress.find_terminal", lambda: None)
@@ -256,7 +258,7 @@ def test_screen_that_goes_away_does_not_end_the_run() -> None:
             raise BrokenPipeError
 
     for style in ("lines", "bar"):
-        with closing(Progress(2, style=style, output=Gone())) as progress:
+        with closing(Progress(2, display=ProgressDisplay(style, Gone()))) as progress:
             progress.step(metrics(1))
             progress.message("hello")
             progress.step(metrics(2))
@@ -264,6 +266,7 @@ def test_screen_that_goes_away_does_not_end_the_run() -> None:
 
 def test_letters_that_the_screen_does_not_have_are_replaced() -> None:
     raw = io.BytesIO()
-    with closing(Progress(2, style="lines", output=io.TextIOWrapper(raw, encoding="ascii"))) as progress:
+    display = ProgressDisplay("lines", io.TextIOWrapper(raw, encoding="ascii"))
+    with closing(Progress(2, display=display)) as progress:
         progress.message("naïve")
         assert raw.getvalue() == b"na?ve\n"

@@ -1,6 +1,6 @@
 """`status.json` while a run goes, and what `hpctrain status` makes of it.
 
-Tests of watch/status.py, watch/statuses.py and watch/evaluated.py.
+Tests of watch/status.py, watch/statuses.py and watch/evaluation_text.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpctrain.train import checkpoints as checkpoints_module
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import run_deck
 from hpctrain.watch import status as module
-from hpctrain.watch.evaluated import evaluation_words
+from hpctrain.watch.evaluation_text import evaluation_line
 from hpctrain.watch.folder import lock_folder
 from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import Status, job_name
@@ -118,15 +118,15 @@ def test_it_is_renewed_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     status = Status(tmp_path, {"steps": 9})
     status.step(step=1, loss=float("nan"))
-    status.settle()
+    status.flush()
     assert (read(tmp_path)["state"], read(tmp_path)["step"], read(tmp_path)["loss"]) == ("running", 1, None)
     now = 100.9
     status.step(step=2)
-    status.settle()
+    status.flush()
     assert read(tmp_path)["step"] == 1
     now = 101.0
     status.step(step=3)
-    status.settle()
+    status.flush()
     assert read(tmp_path)["step"] == 3
     status.change("checkpointing")
     assert read(tmp_path)["state"] == "checkpointing"
@@ -383,5 +383,5 @@ def test_a_perplexity_is_told_as_a_number_that_people_read() -> None:
         math.nan: "nan",
     }
     for perplexity, text in told.items():
-        line = evaluation_words("books", {"loss": 1.0, "perplexity": perplexity})
+        line = evaluation_line("books", {"loss": 1.0, "perplexity": perplexity})
         assert line == f"books loss 1.0000  perplexity {text}"

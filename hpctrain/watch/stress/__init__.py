@@ -1,1 +1,1 @@
-"""Whether nodes compute, remember, send and write right, and how quickly: `hpctrain doctor --stress`."""
+"""`hpctrain doctor --stress`: tests of the results and the speed of products, memory, messages and disks."""

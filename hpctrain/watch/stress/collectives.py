@@ -1,4 +1,4 @@
-"""What ranks send each other: sums and pieces that all of them know, who receives others, and how fast."""
+"""Test of messages: ranks exchange pieces and sums that all ranks know, and compare and time them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,39 @@ from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
 from hpctrain.host.device import synchronize
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime
-from hpctrain.watch.stress.words import key, random_words
+from hpctrain.watch.stress.random_words import key, random_words
+from hpctrain.watch.stress.record import ResultHook, StressRank, StressRecord, TestTime
 
 TEST = "collectives"
 INSIDE, BETWEEN, ALL = "inside the node", "between nodes", "all ranks"
 
 SMALL = 256
-"""Words of a piece; large ones follow, as operations go other ways by size."""
+"""Words of a small piece. Large ones follow, since transports use other algorithms for them."""
 
 LARGE = 1 << 19
-_GATHERED = 1 << 23  # words of all ranks' pieces, at most
+_GATHERED = 1 << 23
+"""Largest number of words of all ranks' pieces."""
+
 _EXACT = 1 << 24  # sums up to here are exact in fp32
-_OTHERS = 64  # what a rank adds to what all have is below
+_OTHERS = 64
+"""Bound of the numbers by which the summands of ranks differ."""
 
 
 class Collectives:
-    """The test, over groups of all ranks and of those of a node, by what runs use, and over pairs of nodes.
+    """Test of messages in the group of all ranks, in that of a node, and between pairs of nodes.
 
-    Making one is collective. Of what is sent, each piece of words depends on who sends it to whom, and when.
+    It uses the transport that runs use. Each piece depends on its sender, its receiver, and the time, so that
+    a piece that arrives at the wrong place is detected. Construction is collective.
+
+    Args:
+        world: The ranks.
+        place: This rank.
+        large: Words of a large piece.
+        on_result: Function that is called with each result before it is compared.
     """
 
-    def __init__(self, world: World, place: StressRank, large: int, look: Look) -> None:
-        self.world, self.place, self.look = world, place, look
+    def __init__(self, world: World, place: StressRank, large: int, on_result: ResultHook) -> None:
+        self.world, self.place, self.on_result = world, place, on_result
         transport = choose_transport(world, "auto")
         everyone = world.new_group(("stress",), tuple(range(world.size)), transport)
         nodes = world.everyone.all_gather_object(world.node)
@@ -55,57 +65,66 @@ class Collectives:
         self._time = 0
 
     def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
-        """Send and check until the turn is over, which all ranks agree on after each time. Collective."""
+        """Exchange and compare messages until the time of all ranks is over. Collective."""
         moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         while True:
             for words in (SMALL, self._large):
                 for name, group in self._groups:
                     if group.size > 1:
-                        self._all_of(
+                        self._test_group(
                             group, words, record, moved[name] if words == self._large else [0.0, 0.0]
                         )
-                self._between(words, record, moved[BETWEEN] if words == self._large else [0.0, 0.0])
+                self._test_nodes(words, record, moved[BETWEEN] if words == self._large else [0.0, 0.0])
             self._time += 1
             over = torch.tensor(turn.over, dtype=torch.int64)
             if self.world.everyone.all_reduce(over, "max").item():
                 break
         record.rates |= {name: sent / seconds for name, (sent, seconds) in moved.items() if seconds}
 
-    def _all_of(self, group: Group, words: int, record: StressRecord, moved: list[float]) -> None:
-        """Every operation of a group, of pieces of so many words; adds bytes and seconds to `moved`."""
+    def _test_group(self, group: Group, words: int, record: StressRecord, moved: list[float]) -> None:
+        """Test all operations of a group.
+
+        Args:
+            group: The group.
+            words: Words of each piece.
+            record: Record to which wrong results are added.
+            moved: Bytes and seconds, to which those of the operations are added.
+        """
         size, rank, ranks = group.size, group.rank, group.ranks
         across = f"over {name_ranks(ranks)}"
 
-        own = self._piece(ranks[rank], -1, words)
-        gathered = self._timed(group, moved, (size - 1) * own.nbytes, lambda: group.all_gather(own))
+        local_piece = self._piece(ranks[rank], -1, words)
+        gathered = self._timed(
+            group, moved, (size - 1) * local_piece.nbytes, lambda: group.all_gather(local_piece)
+        )
         self._check_pieces("all_gather", across, group, gathered, to_all=True, record=record)
 
         pieces = torch.cat([self._piece(ranks[rank], other, words) for other in ranks])
-        swapped = self._timed(group, moved, (size - 1) * own.nbytes, lambda: group.all_to_all(pieces))
+        swapped = self._timed(group, moved, (size - 1) * local_piece.nbytes, lambda: group.all_to_all(pieces))
         self._check_pieces("all_to_all", across, group, swapped, to_all=False, record=record)
 
         total = size * self._numbers[:words] + sum(_added(other, self._time) for other in ranks)
-        mine = self._numbers[:words] + _added(ranks[rank], self._time)
-        sent = 2 * (size - 1) * mine.nbytes / size
-        summed = self._timed(group, moved, sent, lambda: group.all_reduce(mine))
+        summand = self._numbers[:words] + _added(ranks[rank], self._time)
+        sent = 2 * (size - 1) * summand.nbytes / size
+        summed = self._timed(group, moved, sent, lambda: group.all_reduce(summand))
         self._check_sum("all_reduce", across, summed, total, record)
 
-        mine = (self._numbers[:words] + _added(ranks[rank], self._time)).repeat(size)
-        sent = (size - 1) * mine.nbytes / size
-        part = self._timed(group, moved, sent, lambda: group.reduce_scatter(mine))
+        summand = (self._numbers[:words] + _added(ranks[rank], self._time)).repeat(size)
+        sent = (size - 1) * summand.nbytes / size
+        part = self._timed(group, moved, sent, lambda: group.reduce_scatter(summand))
         self._check_sum("reduce_scatter", across, part, total, record)
 
-        received = torch.empty_like(own)
+        received = torch.empty_like(local_piece)
         after, before = (rank + 1) % size, (rank - 1) % size
         piece = self._piece(ranks[rank], ranks[after], words)
         ring = [lambda: group.send(piece, after), lambda: group.recv(received, before)]
-        for step in ring if rank % 2 == 0 else reversed(ring):  # so that nobody waits for one who waits
+        for step in ring if rank % 2 == 0 else reversed(ring):  # so that no two ranks wait for each other
             step()
         synchronize(self.world.device)
         self._check_piece("a message", ranks[before], ranks[rank], received, record)
 
-    def _between(self, words: int, record: StressRecord, moved: list[float]) -> None:
-        """Ranks of one place on two nodes send each other a piece; each node meets all others in turn."""
+    def _test_nodes(self, words: int, record: StressRecord, moved: list[float]) -> None:
+        """Exchange a piece with the rank of the same local number on each other node, one by one."""
         nodes = self.world.nodes
         even = nodes + nodes % 2
         for meeting in range(even - 1 if nodes > 1 else 0):
@@ -117,7 +136,7 @@ class Collectives:
             peer = self._members[other][self.world.local_rank]
             received = torch.empty(words, dtype=torch.int64, device=self.world.device)
             piece = self._piece(self.world.rank, peer, words)
-            began = perf_counter()
+            start = perf_counter()
             if self.world.rank < peer:
                 group.send(piece, peer)
                 group.recv(received, peer)
@@ -126,57 +145,66 @@ class Collectives:
                 group.send(piece, peer)
             synchronize(self.world.device)
             moved[0] += 2 * piece.nbytes
-            moved[1] += perf_counter() - began
+            moved[1] += perf_counter() - start
             self._check_piece("a message", peer, self.world.rank, received, record)
 
     def _timed(self, group: Group, moved: list[float], sent: float, run: Callable[[], Tensor]) -> Tensor:
         group.barrier()
         synchronize(self.world.device)
-        began = perf_counter()
-        found = run()
+        start = perf_counter()
+        actual = run()
         synchronize(self.world.device)
         moved[0] += sent
-        moved[1] += perf_counter() - began
-        return found
+        moved[1] += perf_counter() - start
+        return actual
 
     def _piece(self, sender: int, receiver: int, words: int) -> Tensor:
-        """What a rank sends to another one this time, or (-1) to all."""
+        """Return the piece that a rank sends to another one now; with receiver -1 to all ranks."""
         return self._words[:words] ^ key(sender, receiver + 1, self._time, words)
 
     def _check_pieces(
-        self, operation: str, across: str, group: Group, found: Tensor, to_all: bool, record: StressRecord
+        self, operation: str, across: str, group: Group, actual: Tensor, to_all: bool, record: StressRecord
     ) -> None:
-        own = group.ranks[group.rank]
-        self.look(operation, found)
-        for sender, piece in zip(group.ranks, found.chunk(group.size), strict=True):
-            expected = self._piece(sender, -1 if to_all else own, len(piece))
+        receiver = group.ranks[group.rank]
+        self.on_result(operation, actual)
+        for sender, piece in zip(group.ranks, actual.chunk(group.size), strict=True):
+            expected = self._piece(sender, -1 if to_all else receiver, len(piece))
             self._compare(f"{operation} {across}", sender, piece, expected, record)
 
-    def _check_piece(self, how: str, sender: int, receiver: int, found: Tensor, record: StressRecord) -> None:
-        self.look("message", found)
-        self._compare(how, sender, found, self._piece(sender, receiver, len(found)), record)
+    def _check_piece(
+        self, how: str, sender: int, receiver: int, actual: Tensor, record: StressRecord
+    ) -> None:
+        self.on_result("message", actual)
+        self._compare(how, sender, actual, self._piece(sender, receiver, len(actual)), record)
 
-    def _compare(self, how: str, sender: int, found: Tensor, expected: Tensor, record: StressRecord) -> None:
-        apart = difference(found, expected)
-        if apart is not None:
-            told = f"received word {apart.position} of {len(found)} from {self.place.of(sender)} by {how} as"
+    def _compare(self, how: str, sender: int, actual: Tensor, expected: Tensor, record: StressRecord) -> None:
+        wrong_bits = difference(actual, expected)
+        if wrong_bits is not None:
+            source = f"from {self.place.of(sender)} by {how}"
+            text = f"received word {wrong_bits.position} of {len(actual)} {source} as"
             here = self.place.hosts[self.place.rank]
             there = self.place.hosts[sender]
             hosts = here if here == there else f"{here},{there}"
-            record.add_wrong(TEST, f"{self.place.name} {told} {apart}", hosts)
+            record.add_wrong(TEST, f"{self.place.name} {text} {wrong_bits}", hosts)
 
     def _check_sum(
-        self, operation: str, across: str, found: Tensor, expected: Tensor, record: StressRecord
+        self, operation: str, across: str, actual: Tensor, expected: Tensor, record: StressRecord
     ) -> None:
-        self.look(operation, found)
-        apart = difference(found, expected)
-        if apart is not None:
-            told = f"{self.place.name}: element {apart.position} of {operation} {across} is {apart}"
-            record.add_wrong(TEST, f"{told}; a sum does not show which rank was wrong", "")
+        self.on_result(operation, actual)
+        wrong_bits = difference(actual, expected)
+        if wrong_bits is not None:
+            text = f"{self.place.name}: element {wrong_bits.position} of {operation} {across} is {wrong_bits}"
+            record.add_wrong(TEST, f"{text}; a sum does not show which rank was wrong", "")
 
 
 def partner(node: int, meeting: int, nodes: int) -> int:
-    """Whom a node meets, of an even number of them that all meet each other in `nodes` - 1 meetings."""
+    """Return the partner of a node in a round of a schedule in which all pairs of nodes meet.
+
+    Args:
+        node: Number of the node.
+        meeting: Number of the round, below `nodes` - 1.
+        nodes: Number of nodes, which must be even.
+    """
     last = nodes - 1
     if node == last:
         return meeting

@@ -1,4 +1,4 @@
-"""Files written, brought to the disk, and read back from there: what comes back otherwise, and how fast."""
+"""Test of the disk: write files, flush them to the disk, read them back, compare and time them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hpctrain.comm.error_messages import error_reason
 from hpctrain.files import descriptor_of
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime
-from hpctrain.watch.stress.words import key, random_words
+from hpctrain.watch.stress.random_words import key, random_words
+from hpctrain.watch.stress.record import ResultHook, StressRank, StressRecord, TestTime
 
 TEST = "disk"
 FIRST = 8 << 20
-"""Bytes of the first file; each one that leaves time for it is followed by one of twice the size."""
+"""Bytes of the first file. The size doubles while there is time for it."""
 
 MOST = 1 << 30
 SHARE = 0.25
-"""Of what is free on the disk, for all ranks together."""
+"""Share of the free space that the files of all ranks may have."""
 
 _BLOCK = 1 << 20
 _NAME = re.compile(r"hpctrain-stress-(?P<host>.+)-(?P<process>\d+)-rank\d+\.tmp")
@@ -35,13 +35,13 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove the files of such tests that were killed on this node; their names."""
+    """Remove the files that killed tests left on this node, and return their names."""
     removed = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _NAME.fullmatch(entry.name)
-            ours = match and match["host"] == _host() and entry.is_file(follow_symlinks=False)
-            if match and ours and not _lives(int(match["process"])):
+            is_from_here = match and match["host"] == _host() and entry.is_file(follow_symlinks=False)
+            if match and is_from_here and not _is_running(int(match["process"])):
                 with suppress(OSError):
                     os.unlink(entry.path)  # noqa: PTH108  (a name that was just listed)
                     removed.append(entry.name)
@@ -49,23 +49,31 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 class DiskTest:
-    """The test, in a folder; of files of at most `most` bytes. `ranks` write at the same time."""
+    """Test of the disk of a folder.
 
-    def __init__(self, place: StressRank, folder: Path, ranks: int, most: int, look: Look) -> None:
-        self.place, self.folder, self.ranks, self.most, self.look = place, folder, ranks, most, look
+    Args:
+        place: This rank.
+        folder: The folder.
+        ranks: Number of ranks that write at the same time.
+        most: Largest size of a file in bytes.
+        on_result: Function that is called with each block before it is compared.
+    """
+
+    def __init__(self, place: StressRank, folder: Path, ranks: int, most: int, on_result: ResultHook) -> None:
+        self.place, self.folder, self.ranks, self.most, self.on_result = place, folder, ranks, most, on_result
         self._path = folder / f"hpctrain-stress-{_host()}-{os.getpid()}-rank{place.rank}.tmp"
         self._words = random_words(_BLOCK // 8, seed=place.rank)
         self._size = min(FIRST, most)
 
     def run(self, record: StressRecord, turn: TestTime, number: int) -> None:
-        """Write and read files until the turn is over; the rates are those of the last one."""
+        """Write and read files until the time is over. The rates are those of the last file."""
         while True:
-            began = perf_counter()
+            start = perf_counter()
             try:
-                most, free = self._room()
+                most, free = self._free_space()
                 if most < min(FIRST, self.most):
-                    told = f"not tested: {self.folder} has {format_bytes(free)} left for {self.ranks} ranks"
-                    record.notes.append((TEST, told))
+                    text = f"not tested: {self.folder} has {format_bytes(free)} left for {self.ranks} ranks"
+                    record.notes.append((TEST, text))
                     return
                 self._once(min(self._size, most), number, record, turn)
             except OSError as error:
@@ -74,14 +82,14 @@ class DiskTest:
             finally:
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
-            took = perf_counter() - began
+            took = perf_counter() - start
             if turn.left < took:
                 return
             if turn.left > 3 * took:
                 self._size = min(2 * self._size, most)
 
-    def _room(self) -> tuple[int, int]:
-        """Bytes that a file may have, and those that are free."""
+    def _free_space(self) -> tuple[int, int]:
+        """Return the largest size of a file, and the free space, in bytes."""
         status = os.statvfs(self.folder)
         free = status.f_bavail * status.f_frsize
         return min(self.most, int(SHARE * free) // self.ranks) // _BLOCK * _BLOCK, free
@@ -89,7 +97,7 @@ class DiskTest:
     def _once(self, size: int, number: int, record: StressRecord, turn: TestTime) -> None:
         blocks = range(size // _BLOCK)
         scratch = torch.empty_like(self._words)
-        began = perf_counter()
+        start = perf_counter()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with descriptor_of(self._path, flags) as descriptor:
             for index in blocks:
@@ -102,14 +110,14 @@ class DiskTest:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.lseek(descriptor, 0, os.SEEK_SET)
             reading = perf_counter()
-            found = torch.empty_like(self._words)
+            actual = torch.empty_like(self._words)
             for index in blocks:
-                count = self._read(descriptor, found)
-                self.look(TEST, found)
-                self._compare(found, self._block(index, number, scratch), index, count, record)
+                count = self._read(descriptor, actual)
+                self.on_result(TEST, actual)
+                self._compare(actual, self._block(index, number, scratch), index, count, record)
                 if turn.stopped():
                     return
-            record.rates["disk write"] = size / (written - began)
+            record.rates["disk write"] = size / (written - start)
             record.rates["disk read"] = size / (perf_counter() - reading)
 
     def _block(self, index: int, number: int, memory: Tensor) -> Tensor:
@@ -128,32 +136,34 @@ class DiskTest:
             rest = rest[count:]
         return block.nbytes - len(rest)
 
-    def _compare(self, found: Tensor, expected: Tensor, index: int, count: int, record: StressRecord) -> None:
+    def _compare(
+        self, actual: Tensor, expected: Tensor, index: int, count: int, record: StressRecord
+    ) -> None:
         where = f"{self.place.name}: {self.folder}"
         host = self.place.hosts[self.place.rank]
-        if count < found.nbytes:
+        if count < actual.nbytes:
             record.add_wrong(
                 TEST, f"{where} returned only {index * _BLOCK + count} bytes of a larger file", host
             )
             return
-        apart = difference(found.view(torch.uint8), expected.view(torch.uint8))
-        if apart is not None:
-            place = index * _BLOCK + apart.position
-            record.add_wrong(TEST, f"{where} returned byte {place} of a file as {apart}", host)
+        wrong_bits = difference(actual.view(torch.uint8), expected.view(torch.uint8))
+        if wrong_bits is not None:
+            place = index * _BLOCK + wrong_bits.position
+            record.add_wrong(TEST, f"{where} returned byte {place} of a file as {wrong_bits}", host)
 
     def _failed(self, error: OSError, record: StressRecord) -> None:
         if error.errno in _FULL:
             record.notes.append((TEST, f"not tested: {self.folder} is full"))
             return
-        told = f"{self.place.name}: {self.folder} cannot be written or read back: {error_reason(error)}"
-        record.add_wrong(TEST, told, self.place.hosts[self.place.rank])
+        text = f"{self.place.name}: {self.folder} cannot be written or read back: {error_reason(error)}"
+        record.add_wrong(TEST, text, self.place.hosts[self.place.rank])
 
 
 def _host() -> str:
     return socket.gethostname().replace("/", "_")
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Ctrl-C during a test: what was found so far is told."""
+"""Handling of Ctrl-C during a stress test, which then shows its results so far."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import signal
 from time import monotonic
 from types import FrameType
 
-HEEDED = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-SECONDS_APART = 0.5
-"""Interrupts within this time are one: a launcher may hand on what the terminal sends to all as well."""
+MIN_SECONDS_BETWEEN = 0.5
+"""Interrupts within this time count as one, since a launcher may forward what the terminal sends, too."""
 
 
 class Interrupts:
-    """While it is entered, an interrupt or a wish to end is remembered in `came`; a second interrupt is a
-    KeyboardInterrupt. What a starter lets this process ignore, it ignores.
+    """Context manager that records SIGINT and SIGTERM instead of ending the process.
+
+    A second SIGINT raises KeyboardInterrupt. Signals that the parent process made this process ignore stay
+    ignored.
+
+    Attributes:
+        came: True after the first signal.
     """
 
     def __init__(self) -> None:
@@ -23,7 +28,7 @@ class Interrupts:
         self._former: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in HEEDED:
+        for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._remember)
         return self
@@ -34,7 +39,7 @@ class Interrupts:
         self._former.clear()
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        if self.came and number == signal.SIGINT and monotonic() - self._since > SECONDS_APART:
+        if self.came and number == signal.SIGINT and monotonic() - self._since > MIN_SECONDS_BETWEEN:
             raise KeyboardInterrupt
         if not self.came:
             self.came, self._since = True, monotonic()

@@ -1,4 +1,4 @@
-"""The rates of nodes: side by side, and which are slow beside the others or beside what they were."""
+"""Rates of nodes: a table, and nodes that are slow compared with others or with earlier tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from hpctrain.host.doctor import DoctorFinding
 from hpctrain.text import ranges
 
 SLOW = 0.85
-"""Of the median of the nodes, below which products and memory are slow: healthy ones differ by less."""
+"""Share of the nodes' median below which products and memory are slow. Healthy nodes differ by less."""
 
 SLOW_RANK = 0.75
-"""Of its node's median, below which a rank's products or memory are slow."""
+"""Share of its node's median below which products or memory of a rank are slow."""
 
 
 class Measure(NamedTuple):
-    """A rate's unit, from which share of the usual on it is slow, and what a node does at this rate."""
+    """Description of a rate.
+
+    Attributes:
+        unit: Its unit.
+        slow: Share of the usual rate below which it is slow; 0 if it is never slow.
+        does: What a node does at this rate, for messages.
+    """
 
     unit: str
     slow: float
@@ -36,15 +42,20 @@ MEASURES: Mapping[str, Measure] = {
     "disk write": Measure("B/s", 0.5, "writes to its disk"),
     "disk read": Measure("B/s", 0.5, "reads from its disk"),
 }
-"""By name. What links and disks do depends on what others send and write at the same time."""
+"""Measures by name. Rates of links and disks vary more, since other jobs use them at the same time."""
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node: what kind of device its ranks compute on, which ranks these are, and by name their rates, of
-    each rank the median of all rounds.
+    """Tested node.
+
+    Attributes:
+        name: Name of the node.
+        device: Name of the devices of its ranks.
+        ranks: Its ranks.
+        of_ranks: Rates by name of the measure and by rank: medians of all rounds.
     """
 
     name: str
@@ -54,13 +65,21 @@ class Node:
 
     @property
     def rates(self) -> dict[str, float]:
-        """By name the median of its ranks."""
+        """Median of the ranks' rates, by name of the measure."""
         return {name: median(some.values()) for name, some in self.of_ranks.items() if some}
 
 
 @dataclass(frozen=True)
 class EarlierRates:
-    """What was measured of a node earlier, by so many ranks, on a day such as "2026-11-02"."""
+    """Rates of an earlier test of a node.
+
+    Attributes:
+        name: Name of the node.
+        device: Name of the devices of its ranks.
+        ranks: Number of its ranks.
+        day: Date of the test, such as "2026-11-02".
+        rates: Rates by name of the measure.
+    """
 
     name: str
     device: str
@@ -72,7 +91,13 @@ class EarlierRates:
 def nodes_of(
     hosts: Sequence[str], devices: Sequence[str], rounds: Sequence[Sequence[Mapping[str, float]]]
 ) -> list[Node]:
-    """The nodes, by their ranks' names, devices, and rates of each round."""
+    """Return the nodes with their rates.
+
+    Args:
+        hosts: Name of each rank's node.
+        devices: Name of each rank's device.
+        rounds: For each round, the rates of each rank.
+    """
     nodes = []
     for host in dict.fromkeys(hosts):
         ranks = tuple(rank for rank, name in enumerate(hosts) if name == host)
@@ -87,7 +112,7 @@ def nodes_of(
 
 
 def rows_of(nodes: Sequence[Node]) -> list[list[str]]:
-    """A head and a row a node, with the rate of its slowest rank in brackets where it has several."""
+    """Return a table of nodes, with the rate of the slowest rank in parentheses if a node has several."""
     names = [name for name in MEASURES if any(name in node.rates for node in nodes)]
     rows = [["node", "ranks", *names]]
     for node in nodes:
@@ -97,31 +122,34 @@ def rows_of(nodes: Sequence[Node]) -> list[list[str]]:
 
 
 def slow_nodes(nodes: Sequence[Node]) -> Iterator[DoctorFinding]:
-    """Those whose rate is far below the median of the nodes with such devices and as many ranks; then ranks
-    far below their node.
+    """Yield findings on nodes with slow rates, then on ranks that are slower than their node.
+
+    A node is compared with the median of nodes with equal devices and as many ranks.
     """
     for name, measure in MEASURES.items():
         for node in nodes:
-            alike = [other.rates[name] for other in nodes if _alike(node, other) and name in other.rates]
-            usual = median_high(alike) if alike else 0.0
-            if name in node.rates and node.rates[name] < measure.slow * usual:
-                beside = f"the median of {len(alike)} such nodes ({rate_text(name, usual)})"
-                yield _slow(node, name, node.rates[name], usual, beside)
+            comparable = [
+                other.rates[name] for other in nodes if _is_comparable(node, other) and name in other.rates
+            ]
+            expected = median_high(comparable) if comparable else 0.0
+            if name in node.rates and node.rates[name] < measure.slow * expected:
+                reference = f"the median of {len(comparable)} such nodes ({rate_text(name, expected)})"
+                yield _slow(node, name, node.rates[name], expected, reference)
     for name in ("fp32 products", "bf16 products", "memory"):
         for node in nodes:
-            usual = node.rates.get(name, 0.0)
+            expected = node.rates.get(name, 0.0)
             for rank, rate in node.of_ranks.get(name, {}).items():
-                if rate < SLOW_RANK * usual:
-                    beside = f"the median of the node's ranks ({rate_text(name, usual)})"
-                    yield _slow(node, name, rate, usual, beside, f"rank {rank} on {node.name}")
+                if rate < SLOW_RANK * expected:
+                    reference = f"the median of the node's ranks ({rate_text(name, expected)})"
+                    yield _slow(node, name, rate, expected, reference, f"rank {rank} on {node.name}")
 
 
-def fallen_nodes(nodes: Iterable[Node], kept: Sequence[EarlierRates]) -> Iterator[DoctorFinding]:
-    """Those whose rate is far below what it used to be: three quarters of what is kept of it were lower."""
+def fallen_nodes(nodes: Iterable[Node], earlier_rates: Sequence[EarlierRates]) -> Iterator[DoctorFinding]:
+    """Yield findings on nodes that are much slower than in earlier tests, whose upper quartile counts."""
     for node in nodes:
         earlier = [
             each
-            for each in kept
+            for each in earlier_rates
             if (each.name, each.device, each.ranks) == (node.name, node.device, len(node.ranks))
         ]
         for name, rate in node.rates.items():
@@ -130,33 +158,35 @@ def fallen_nodes(nodes: Iterable[Node], kept: Sequence[EarlierRates]) -> Iterato
             )
             if not known:
                 continue
-            usual = known[ceil(0.75 * (len(known) - 1))]
-            if rate < MEASURES[name].slow * usual.rates[name]:
-                beside = f"on {usual.day} ({rate_text(name, usual.rates[name])})"
-                yield _slow(node, name, rate, usual.rates[name], beside)
+            expected = known[ceil(0.75 * (len(known) - 1))]
+            if rate < MEASURES[name].slow * expected.rates[name]:
+                reference = f"on {expected.day} ({rate_text(name, expected.rates[name])})"
+                yield _slow(node, name, rate, expected.rates[name], reference)
 
 
 def rate_text(name: str, rate: float) -> str:
-    """`61.2 GFLOP/s`."""
+    """Return a rate as a text such as `61.2 GFLOP/s`."""
     size, prefix = _scale(rate)
     return f"{rate / size:.3g} {prefix}{MEASURES[name].unit}"
 
 
-def _slow(node: Node, name: str, rate: float, usual: float, beside: str, who: str = "") -> DoctorFinding:
+def _slow(
+    node: Node, name: str, rate: float, expected: float, reference: str, who: str = ""
+) -> DoctorFinding:
     measure = MEASURES[name]
-    less = f"{100 * (1 - rate / usual):.0f}% less than {beside}"
-    told = f"{who or f'node {node.name}'} {measure.does} at {rate_text(name, rate)} per rank, {less}"
+    less = f"{100 * (1 - rate / expected):.0f}% less than {reference}"
+    text = f"{who or f'node {node.name}'} {measure.does} at {rate_text(name, rate)} per rank, {less}"
     remedy = f"check {node.name} for other processes, clocks, cooling and errors"
-    return DoctorFinding("slow", told, f"{remedy}; {leaving_out([node.name])}")
+    return DoctorFinding("slow", text, f"{remedy}; {exclusion_advice([node.name])}")
 
 
-def leaving_out(hosts: Iterable[str]) -> str:
-    """How runs are started without some nodes."""
+def exclusion_advice(hosts: Iterable[str]) -> str:
+    """Return how to start runs without some nodes, for messages."""
     names = ",".join(sorted(set(hosts)))
     return f"exclude it until it is repaired (srun or sbatch --exclude={names})"
 
 
-def _alike(node: Node, other: Node) -> bool:
+def _is_comparable(node: Node, other: Node) -> bool:
     return (node.device, len(node.ranks)) == (other.device, len(other.ranks))
 
 

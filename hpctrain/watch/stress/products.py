@@ -1,8 +1,8 @@
-"""Matrix products of integers, whose results are known: what a core or a GPU multiplies wrong, and how fast.
+"""Test of matrix products: multiply matrices of integers whose product is known, compare and time them.
 
-The rows of one operand are taken in turn from a few vectors of integers, as are the columns of the other: so
-all results are in a small table of products of these, which integers compute. The integers are so small that
-no sum of them is rounded in fp32, in whatever order a library adds.
+The rows of one operand repeat a few vectors of integers, and so do the columns of the other. So all results
+are in a small table of products of these vectors, which is computed with integers. The integers are so small
+that fp32 sums them without rounding, in whatever order a library adds.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from hpctrain.host.device import gpu_identity, gpu_name, on_host
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel, Pass
 from hpctrain.parallel.kernels.timing import candidates
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, clock_of, one_thread
+from hpctrain.watch.stress.record import ResultHook, StressRank, StressRecord, TestTime, clock_of, one_thread
 
 TEST = "products"
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KINDS: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 DISTINCT = 61
-"""Vectors that rows are taken from: a prime, so that each place of a kernel's tiles gets all of them."""
+"""Number of vectors that repeat. It is a prime, so that each place of a kernel's tiles gets all of them."""
 
 LONGEST = 0.5
-"""Seconds of a product: of a kernel that would take longer larger shapes are left out, as runs leave it."""
+"""Largest seconds of a product. Larger shapes are left out for kernels that would need more."""
 
 TIMES = 3
-"""So often what is timed is computed."""
+"""Number of times that a timed product is computed."""
 
 _EXACT = 1 << 24  # sums up to here are exact in fp32
-_LARGEST = 127  # so that 16 bits hold it, with all of a mantissa's bits in use
-_OTHERWISE = 1e-3  # of a result, from where on it is no fault but another way to round
+_LARGEST = 127
+"""Largest integer. 16-bit formats hold it, and it uses all bits of their mantissa."""
+
+_ROUNDING_SHARE = 1e-3
+"""Share of a result's elements from which on differences of one unit are another rounding, not a fault."""
 
 
 class StressShape(NamedTuple):
-    """Rows of tokens, which are multiplied with a matrix [outputs, inputs]."""
+    """Sizes of a product of rows [rows, inputs] with a matrix [outputs, inputs]."""
 
     rows: int
     outputs: int
@@ -61,11 +64,19 @@ HOST_SHAPES = (
     StressShape(512, 768, 3072),
 )
 GPU_SHAPES = (StressShape(512, 4096, 4096), StressShape(8192, 4096, 4096))
-"""The first is small, and tells which kernels are too slow for the others."""
+"""Shapes for GPUs. The first is small, and shows which kernels are too slow for the others."""
 
 
 class Case:
-    """A pass of a matrix, its operands in a format, and what may come out."""
+    """Pass of a matrix product with operands and possible results.
+
+    Args:
+        kind: The pass.
+        shape: Sizes of the product.
+        form: Name of the format, one of `FORMATS`.
+        device: Device of the operands.
+        seed: Seed of the integers.
+    """
 
     def __init__(self, kind: Pass, shape: StressShape, form: str, device: torch.device, seed: int) -> None:
         rows, outputs, inputs = shape
@@ -89,11 +100,11 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of one product."""
+        """FLOPs of one product."""
         return 2.0 * self.shape.rows * self.shape.outputs * self.shape.inputs
 
     def compute(self, kernel: MatmulKernel) -> Tensor:
-        """The product by a kernel."""
+        """Return the product of a kernel."""
         if self.kind == "forward":
             return kernel.forward(self.one, self.other)
         if self.kind == "input_gradient":
@@ -101,23 +112,25 @@ class Case:
         kernel.add_weight_gradient(self.sum, self.one, self.other, overwrite=True)
         return self.sum
 
-    def expected(self, found: Tensor) -> Tensor:
-        """What is known of it: of two roundings the one that it is nearer to."""
-        return min(self.known, key=lambda known: 0 if torch.equal(known, found) else _count(known, found))
+    def expected(self, actual: Tensor) -> Tensor:
+        """Return the expected result. If there are two roundings, it is the one with fewer differences."""
+        return min(self.known, key=lambda known: 0 if torch.equal(known, actual) else _count(known, actual))
 
-    def rounds_otherwise(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether many elements, in 16 bits, are the neighbours of what they are to be: a library that rounds
-        more than once, and no fault.
+    def rounds_otherwise(self, actual: Tensor, expected: Tensor) -> bool:
+        """Return True if a result in 16 bits has another rounding, which is not a fault.
+
+        That is so if many elements differ, and only by one unit in the last place: the library rounds more
+        than once.
         """
-        if self.form == "fp32" or _count(found, expected) < _OTHERWISE * found.numel():
+        if self.form == "fp32" or _count(actual, expected) < _ROUNDING_SHARE * actual.numel():
             return False
         storage = FORMATS[self.form]
-        steps = found.to(storage).view(torch.int16).int() - expected.to(storage).view(torch.int16).int()
+        steps = actual.to(storage).view(torch.int16).int() - expected.to(storage).view(torch.int16).int()
         return int(steps.abs().max()) <= 1
 
 
 def vectors(length: int, seed: int) -> Tensor:
-    """So many odd integers in each of DISTINCT vectors; products of two of these are at most 2^24."""
+    """Return [DISTINCT, length] odd integers. Scalar products of two of these vectors are at most 2^24."""
     largest = min(_LARGEST, isqrt(_EXACT // length))
     largest -= 1 - largest % 2
     generator = torch.Generator().manual_seed(seed)
@@ -126,23 +139,29 @@ def vectors(length: int, seed: int) -> Tensor:
 
 
 class ProductTest:
-    """The test: every pass of the shapes in each format, by each kernel there is and on each core in turn.
+    """Test of every pass of some shapes, in each format, by each kernel and on each core.
 
-    `cores` are those that this rank tests; a product is computed by one thread, bound to one of them. The
-    forward pass of the second shape tells how fast that is, so that rates can be compared.
+    One thread computes a product, bound to one core. The rates are those of the forward pass of the second
+    shape, so that they can be compared.
+
+    Args:
+        place: This rank.
+        cores: Cores that this rank tests; empty on GPUs.
+        shapes: Shapes of the products.
+        on_result: Function that is called with each result before it is compared.
     """
 
     def __init__(
-        self, place: StressRank, cores: Sequence[int], shapes: Sequence[StressShape], look: Look
+        self, place: StressRank, cores: Sequence[int], shapes: Sequence[StressShape], on_result: ResultHook
     ) -> None:
-        self.place, self.cores, self.shapes, self.look = place, tuple(cores), tuple(shapes), look
-        self._steps = self._endless()
+        self.place, self.cores, self.shapes, self.on_result = place, tuple(cores), tuple(shapes), on_result
+        self._steps = self._cases()
         self._speeds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         self._pace: dict[tuple[str, Pass, str], float] = {}  # seconds of a FLOP
         self._left_out: set[tuple[str, str]] = set()
 
     def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
-        """Multiply until the turn is over, going on where the last one was."""
+        """Multiply until the time is over. Continue after the last product of the previous call."""
         mask = os.sched_getaffinity(0) if self.cores else set()
         try:
             with one_thread(), torch.no_grad():
@@ -164,8 +183,8 @@ class ProductTest:
     def _kernels(self, storage: torch.dtype) -> list[MatmulKernel]:
         return candidates(storage) if on_host(self.place.device) else [LIBRARY]
 
-    def _endless(self) -> Iterator[tuple[Case, MatmulKernel, int]]:
-        """All that is tested, again and again, each time with other integers; first what is timed."""
+    def _cases(self) -> Iterator[tuple[Case, MatmulKernel, int]]:
+        """Yield all cases endlessly, with other integers each time."""
         device = self.place.device
         for seed in count():
             for shape in self.shapes:
@@ -179,7 +198,7 @@ class ProductTest:
                                     yield case, kernel, core
 
     def _bind(self, core: int) -> str:
-        """Go to a core; in words, what computes then."""
+        """Bind this thread to a core. Return the name of what computes now, for messages."""
         device = self.place.device
         if not on_host(device):
             return f"GPU {device.index} ({gpu_name(device)}, {gpu_identity(device)})"
@@ -190,38 +209,38 @@ class ProductTest:
         return "one of its cores"
 
     def _test(self, case: Case, kernel: MatmulKernel, core: str, record: StressRecord) -> None:
-        """Multiply and compare; what is timed more than once, since the first time takes longer."""
+        """Multiply and compare. Timed products are repeated, since the first one takes longer."""
         timed = case.kind == KINDS[0] and case.shape == self.shapes[:2][-1]
         now = clock_of(self.place.device)
         for again in range(TIMES if timed else 1):
-            began = now()
-            found = case.compute(kernel)
-            seconds = now() - began
+            start = now()
+            actual = case.compute(kernel)
+            seconds = now() - start
             self._pace[case.form, case.kind, kernel.name] = seconds / case.flops
             if again:
                 self._speeds[case.form, kernel.name].append(case.flops / max(seconds, 1e-9))
-            self.look(TEST, found)
-            if not self._is_right(case, kernel, found, core, record):
+            self.on_result(TEST, actual)
+            if not self._is_right(case, kernel, actual, core, record):
                 return
 
     def _is_right(
-        self, case: Case, kernel: MatmulKernel, found: Tensor, core: str, record: StressRecord
+        self, case: Case, kernel: MatmulKernel, actual: Tensor, core: str, record: StressRecord
     ) -> bool:
-        expected = case.expected(found)
-        apart = difference(found, expected)
-        if apart is None:
+        expected = case.expected(actual)
+        wrong_bits = difference(actual, expected)
+        if wrong_bits is None:
             return True
-        if case.rounds_otherwise(found, expected):
+        if case.rounds_otherwise(actual, expected):
             self._left_out.add((case.form, kernel.name))
-            told = f"kernel {kernel.name} rounds {case.form} several times and is not tested"
-            record.notes.append((TEST, told))
+            text = f"kernel {kernel.name} rounds {case.form} several times and is not tested"
+            record.notes.append((TEST, text))
             return False
-        row, column = divmod(apart.position, found.shape[-1])
+        row, column = divmod(wrong_bits.position, actual.shape[-1])
         what = f"{case.form} product ({case.kind.replace('_', ' ')}, {case.shape}, kernel {kernel.name})"
         same = difference(case.compute(kernel), expected)
-        told = "wrong again when repeated" if same else "correct when repeated"
+        text = "wrong again when repeated" if same else "correct when repeated"
         where = f"{self.place.name}, {core}"
-        sentence = f"{where}: a {what} has {apart} at [{row}, {column}], {told}"
+        sentence = f"{where}: a {what} has {wrong_bits} at [{row}, {column}], {text}"
         record.add_wrong(TEST, sentence, self.place.hosts[self.place.rank])
         return False
 

@@ -1,4 +1,4 @@
-"""What the tests of a node have in common: where this rank is, how long a test may take, what it found."""
+"""Types that all tests share: this rank, the time of a test, and the record of its results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,30 @@ from torch import Tensor
 from hpctrain.host.device import on_host, synchronize
 
 MOST_WRONG = 3
-"""So many of a rank's results of one test and round that came out wrong are told; the rest are counted."""
+"""Largest number of wrong results of a rank, test and round with a message. All are counted."""
 
-Look = Callable[[str, Tensor], None]
-"""What looks at a result of a test or operation before it is compared: where tests plant their faults."""
+ResultHook = Callable[[str, Tensor], None]
+"""Function that is called with the name of a test or operation and its result before it is compared.
+
+Tests of hpctrain use it to change results.
+"""
 
 
-def as_it_is(_test: str, _result: Tensor) -> None:
-    """Changes nothing: what a Look is where nothing is planted."""
+def ignore_result(_test: str, _result: Tensor) -> None:
+    """Do nothing with a result: the default ResultHook."""
 
 
 @dataclass(frozen=True)
 class StressRank:
-    """This rank, the names of all ranks' nodes, and its device; `sharers` are the ranks of its node."""
+    """Number, node and device of this rank.
+
+    Attributes:
+        rank: Number of the rank.
+        hosts: Name of each rank's node.
+        device: Device of this rank.
+        local_rank: Number of this rank on its node.
+        sharers: Number of ranks that share its memory.
+    """
 
     rank: int
     hosts: tuple[str, ...]
@@ -36,39 +47,50 @@ class StressRank:
 
     @property
     def name(self) -> str:
-        """`rank 3 on n1`."""
+        """Name of this rank for messages, such as `rank 3 on n1`."""
         return self.of(self.rank)
 
     def of(self, rank: int) -> str:
-        """The same of any rank."""
+        """Return the name of any rank for messages."""
         return f"rank {rank} on {self.hosts[rank]}"
 
 
 class TestTime:
-    """The time of a test in a round: until `deadline`, in seconds of `perf_counter`, unless it is stopped."""
+    """Time that a test has in a round.
+
+    Args:
+        deadline: End of the time, in seconds of `perf_counter`.
+        stopped: Function that returns True after an interrupt.
+    """
 
     def __init__(self, deadline: float, stopped: Callable[[], bool] = lambda: False) -> None:
         self.deadline, self.stopped = deadline, stopped
 
     @property
     def left(self) -> float:
-        """Seconds; none once it is stopped."""
+        """Remaining seconds; 0 after an interrupt."""
         return 0.0 if self.stopped() else max(0.0, self.deadline - perf_counter())
 
     @property
     def over(self) -> bool:
-        """Whether there are none."""
+        """True if no time remains."""
         return self.left == 0.0
 
     def part(self, share: float) -> TestTime:
-        """The first part of what is left."""
+        """Return the first part of the remaining time, as a share of it."""
         return TestTime(perf_counter() + share * self.left, self.stopped)
 
 
 @dataclass
 class StressRecord:
-    """What a rank found in a round: `rates` by name; results that are `wrong`, by test, and the `number` of
-    all of these; `notes` on what was not tested, by test.
+    """Results of a rank in a round.
+
+    Attributes:
+        rates: Rates by name of the measure.
+        wrong: Test and message of wrong results.
+        number: Number of all wrong results.
+        notes: Test and message about what was not tested.
+        hosts: For each entry of `wrong`, the nodes that may have caused it, with commas; "" if unknown.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
@@ -76,22 +98,27 @@ class StressRecord:
     number: int = 0
     notes: list[tuple[str, str]] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
-    """The nodes that the results of `wrong` lead to."""
 
     def add_wrong(self, test: str, sentence: str, host: str) -> None:
-        """Enter a wrong result, which leads to a node."""
+        """Add a wrong result.
+
+        Args:
+            test: Name of the test.
+            sentence: Message.
+            host: Nodes that may have caused it, with commas; "" if unknown.
+        """
         self.number += 1
         if sum(known == test for known, _ in self.wrong) < MOST_WRONG:
             self.wrong.append((test, sentence))
             self.hosts.append(host)
 
     def row(self) -> dict[str, Any]:
-        """All of it, for the other ranks."""
+        """Return the record as a dict, to send it to other ranks."""
         return dict(vars(self))
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds of what is computed there: of a thread its own, to which others on its core add nothing."""
+    """Return a clock for computations: CPU time of this thread, or time after synchronization of a GPU."""
     if on_host(device):
         return thread_time
 
@@ -104,7 +131,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, torch computes by the thread that asks for it, whose time `clock_of` tells."""
+    """Return a context manager in which torch computes in the calling thread, which `clock_of` times."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

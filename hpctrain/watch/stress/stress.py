@@ -1,7 +1,7 @@
-"""`hpctrain doctor --stress SECONDS`: what nodes compute, remember, send and write, beside what is known.
+"""`hpctrain doctor --stress SECONDS`: tests of all nodes, whose results are compared with known ones.
 
-All ranks test at the same time, since those of a node share its power, memory and disk: in rounds, of which
-each has its share of time for products, memory, collectives and disk.
+All ranks test at the same time, since ranks of a node share its power, memory and disk. In each round,
+products, memory, collectives and disk have a share of the time.
 """
 
 from __future__ import annotations
@@ -29,37 +29,43 @@ from hpctrain.watch.stress import collectives, disk, products
 from hpctrain.watch.stress.collectives import Collectives
 from hpctrain.watch.stress.disk import DiskTest, remove_leftovers
 from hpctrain.watch.stress.interrupts import Interrupts
-from hpctrain.watch.stress.kept import check_file, keep_rates, read_rates, usual_file
-from hpctrain.watch.stress.memory import MemoryTest
+from hpctrain.watch.stress.memory_test import MemoryTest
 from hpctrain.watch.stress.nodes import (
     MEASURES,
+    exclusion_advice,
     fallen_nodes,
-    leaving_out,
     nodes_of,
     rate_text,
     rows_of,
     slow_nodes,
 )
 from hpctrain.watch.stress.products import ProductTest, StressShape
-from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, as_it_is
+from hpctrain.watch.stress.record import ResultHook, StressRank, StressRecord, TestTime, ignore_result
+from hpctrain.watch.stress.stored_rates import add_rates, check_file, default_rates_file, read_rates
 from hpctrain.watch.stress.stress_options import StressOptions, check_folder
 
 LONGEST_ROUND = 30.0
 HANG_SECONDS = 120.0
-"""Without a sign of life from any rank, after which the test ends and says whose is missing."""
+"""Seconds without a message from a rank after which the test ends and names the rank."""
 
 MOST_LINES = 20
-"""Of progress."""
+"""Largest number of lines of progress."""
 
-LEAST_KEPT = 10.0
-"""Seconds of a test whose rates are kept, and compared with those that are: in less there are few of each."""
+LEAST_STORED_SECONDS = 10.0
+"""Seconds of a test from which on its rates are stored and compared with stored ones."""
 
-_TOLD = 20  # of results that came out wrong
+_MOST_SHOWN = 20
+"""Largest number of wrong results that are shown."""
 
 
 class StressSizes(NamedTuple):
-    """Of what is tested: shapes of products (None: those of the device), most bytes of a rank's memory (None:
-    its share of what is free) and of its file, words of a large message.
+    """Sizes of the tests.
+
+    Attributes:
+        shapes: Shapes of products; None for those of the device.
+        memory: Largest number of bytes of a rank's memory; None for its share of what is free.
+        words: Words of a large message.
+        file: Largest size of a rank's file in bytes.
     """
 
     shapes: Sequence[StressShape] | None = None
@@ -70,8 +76,13 @@ class StressSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class StressResult:
-    """What came out, the same on all ranks but for what rank 0 alone knows of earlier rates: rows of nodes,
-    findings, one sentence of it all, and the exit code.
+    """Results of the stress test, the same on all ranks, except that only rank 0 knows earlier rates.
+
+    Attributes:
+        rows: Table of the nodes' rates.
+        findings: Wrong results, slow nodes, and what was not tested.
+        sentence: Summary.
+        code: Exit code.
     """
 
     rows: list[list[str]]
@@ -81,28 +92,42 @@ class StressResult:
 
 
 class Test(Protocol):
-    """One of the tests."""
+    """Interface of a test."""
 
     def run(self, record: StressRecord, turn: TestTime, number: int) -> None:
-        """Test until the turn is over, in the round of that number, and enter what was found."""
+        """Test until the time is over.
+
+        Args:
+            record: Record to which results are added.
+            turn: Time of the test.
+            number: Number of the round.
+        """
 
 
 def stress(
     world: World,
-    wish: StressOptions,
+    options: StressOptions,
     report: Callable[[str], None],
-    look: Look = as_it_is,
+    on_result: ResultHook = ignore_result,
     sizes: StressSizes | None = None,
 ) -> StressResult:
-    """Test all nodes. Collective; `report` takes lines on rank 0 meanwhile.
+    """Test all nodes. Collective. A rank that hangs ends the job, as in a run.
 
-    HpctrainError where the wish cannot be. A rank that hangs ends the job as in a run.
+    Args:
+        world: The ranks.
+        options: Options of the test.
+        report: Function that shows a line of progress, called on rank 0.
+        on_result: Function that is called with each result before it is compared.
+        sizes: Sizes of the tests; None for the usual ones.
+
+    Raises:
+        HpctrainError: The folder or the file of rates cannot be used.
     """
     with world.agreement():
-        check_folder(wish.folder)
-        if world.rank == 0 and wish.rates is not None:
-            check_file(wish.rates)
-    removed = remove_leftovers(wish.folder)
+        check_folder(options.folder)
+        if world.rank == 0 and options.rates is not None:
+            check_file(options.rates)
+    removed = remove_leftovers(options.folder)
     everyone = world.everyone
     hosts = tuple(everyone.all_gather_object(socket.gethostname()))
     devices = everyone.all_gather_object(gpu_name(world.device) or processor_name())
@@ -111,64 +136,64 @@ def stress(
     world.hang.set_limit(HANG_SECONDS)
     with world.hang.training_steps(), Interrupts() as interrupts:
         world.ledger.activity = "testing the nodes"
-        tests = _tests(world, place, wish, look, sizes or StressSizes())
+        tests = _tests(world, place, options, on_result, sizes or StressSizes())
         shares = sum(share for share, _ in tests)
-        count = max(2, round(wish.seconds / LONGEST_ROUND))
+        count = max(2, round(options.seconds / LONGEST_ROUND))
         everyone.barrier()
-        began = perf_counter()
+        start = perf_counter()
         for number in range(count):
             record = StressRecord()
             if number == 0 and removed:
                 names = ", ".join(removed)
-                told = f"removed files of a killed test from {wish.folder}: {names}"
-                record.notes.append((disk.TEST, told))
+                text = f"removed files of a killed test from {options.folder}: {names}"
+                record.notes.append((disk.TEST, text))
             passed = 0.0
             stopped = False
             for share, test in tests:
                 passed += share / shares
-                deadline = began + wish.seconds * (number + passed) / count
+                deadline = start + options.seconds * (number + passed) / count
                 test.run(record, TestTime(deadline, lambda: interrupts.came), number)
                 reset_peak(world.device)
-                stopped = _agreed(world, interrupts.came)
+                stopped = _any_rank(world, interrupts.came)
                 if stopped:
                     break
             rounds.append(everyone.all_gather_object(record.row()))
-            spent = perf_counter() - began
+            spent = perf_counter() - start
             if world.rank == 0 and (number + 1) % -(-count // MOST_LINES) == 0 and not stopped:
-                report(_line(spent, wish.seconds, rounds))
-            if stopped or (number + 1 < count and _agreed(world, spent >= wish.seconds)):
+                report(_line(spent, options.seconds, rounds))
+            if stopped or (number + 1 < count and _any_rank(world, spent >= options.seconds)):
                 break
-        spent = perf_counter() - began
-    return _result(world, wish, hosts, devices, rounds, spent, stopped)
+        spent = perf_counter() - start
+    return _result(world, options, hosts, devices, rounds, spent, stopped)
 
 
 def _tests(
-    world: World, place: StressRank, wish: StressOptions, look: Look, sizes: StressSizes
+    world: World, place: StressRank, options: StressOptions, on_result: ResultHook, sizes: StressSizes
 ) -> list[tuple[float, Test]]:
-    """Each with its share of time. Collective."""
+    """Return the tests with their shares of time. Collective."""
     host = on_host(world.device)
     shapes = sizes.shapes or (products.HOST_SHAPES if host else products.GPU_SHAPES)
     sharing = StressRank(place.rank, place.hosts, place.device, place.local_rank, _sharers(world))
     tests: list[tuple[float, Test]] = [
-        (4.0, ProductTest(place, cores_of(world) if host else (), shapes, look)),
-        (2.5, MemoryTest(sharing, sizes.memory, look)),
+        (4.0, ProductTest(place, cores_of(world) if host else (), shapes, on_result)),
+        (2.5, MemoryTest(sharing, sizes.memory, on_result)),
     ]
     if world.size > 1:
-        tests.append((2.0, Collectives(world, place, sizes.words, look)))
-    tests.append((1.5, DiskTest(place, wish.folder, world.size, sizes.file, look)))
+        tests.append((2.0, Collectives(world, place, sizes.words, on_result)))
+    tests.append((1.5, DiskTest(place, options.folder, world.size, sizes.file, on_result)))
     return tests
 
 
 def cores_of(world: World) -> tuple[int, ...]:
-    """The cores that this rank tests: of those that it may use its part, where other ranks may use the same.
+    """Return the cores that this rank tests. Collective.
 
-    None where the system does not tell. Collective.
+    Ranks that may use the same cores split them. It is empty if the system does not name cores.
     """
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    all_ranks = world.everyone.all_gather_object([world.node, mine])
-    same = [rank for rank, each in enumerate(all_ranks) if each == [world.node, mine]]
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    all_ranks = world.everyone.all_gather_object([world.node, allowed])
+    same = [rank for rank, each in enumerate(all_ranks) if each == [world.node, allowed]]
     turn = same.index(world.rank)
-    return tuple(mine[turn :: len(same)] or mine[turn % len(mine) :][:1]) if mine else ()
+    return tuple(allowed[turn :: len(same)] or allowed[turn % len(allowed) :][:1]) if allowed else ()
 
 
 def _sharers(world: World) -> int:
@@ -177,25 +202,25 @@ def _sharers(world: World) -> int:
     return memories.count(memories[world.rank])
 
 
-def _agreed(world: World, wanted: bool) -> bool:
-    """Whether any rank wants it. Collective."""
-    return bool(world.everyone.all_reduce(torch.tensor(wanted, dtype=torch.int64), "max").item())
+def _any_rank(world: World, flag: bool) -> bool:
+    """Return True if the flag is True on any rank. Collective."""
+    return bool(world.everyone.all_reduce(torch.tensor(flag, dtype=torch.int64), "max").item())
 
 
 def _line(spent: float, seconds: float, rounds: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """What the last round tells, of all ranks the median."""
+    """Return a line about the last round, with medians of all ranks."""
     values = [[row["rates"][name] for row in rounds[-1] if name in row["rates"]] for name in MEASURES]
     rates = [
         f"{name} {rate_text(name, median(some))}" for name, some in zip(MEASURES, values, strict=True) if some
     ]
     wrong = sum(row["number"] for each in rounds for row in each)
-    told = f"{counted(wrong, 'result')} WRONG" if wrong else "no wrong result"
-    return f"{spent:.0f} s of {seconds:.0f} s: {', '.join(rates)}; {told}"
+    text = f"{counted(wrong, 'result')} WRONG" if wrong else "no wrong result"
+    return f"{spent:.0f} s of {seconds:.0f} s: {', '.join(rates)}; {text}"
 
 
 def _result(
     world: World,
-    wish: StressOptions,
+    options: StressOptions,
     hosts: Sequence[str],
     devices: Sequence[str],
     rounds: Sequence[Sequence[dict[str, Any]]],
@@ -206,10 +231,10 @@ def _result(
     wrong = sum(row["number"] for each in rounds for row in each)
     findings = [*_wrong(rounds), *_notes(rounds)]
     slow = list(slow_nodes(nodes))
-    if world.rank == 0 and spent >= LEAST_KEPT and len(rounds) > 1:
-        path = wish.rates or usual_file()
+    if world.rank == 0 and spent >= LEAST_STORED_SECONDS and len(rounds) > 1:
+        path = options.rates or default_rates_file()
         slow += fallen_nodes(nodes, read_rates(path))
-        why = keep_rates(path, nodes, datetime.now(timezone.utc).date().isoformat())
+        why = add_rates(path, nodes, datetime.now(timezone.utc).date().isoformat())
         if why:
             remedy = "name a writable file with --rates FILE to detect nodes that become slow"
             findings.append(DoctorFinding("rates", f"{path} could not be written: {why}", remedy))
@@ -225,27 +250,27 @@ def _result(
 
 
 def _wrong(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding]:
-    """What came out wrong, the first of each rank and test first."""
-    told = [
+    """Yield findings on wrong results."""
+    text = [
         (test, sentence, hosts)
         for each in rounds
         for row in each
         for (test, sentence), hosts in zip(row["wrong"], row["hosts"], strict=True)
     ]
-    for test, sentence, hosts in told[:_TOLD]:
+    for test, sentence, hosts in text[:_MOST_SHOWN]:
         names = [host for host in hosts.split(",") if host]
         remedy = "test the nodes of these ranks individually and in pairs"
         if names:
-            remedy = f"inspect {' and '.join(names)}; {leaving_out(names)}"
+            remedy = f"inspect {' and '.join(names)}; {exclusion_advice(names)}"
         yield DoctorFinding(test, sentence, remedy, fatal=True)
     number = sum(row["number"] for each in rounds for row in each)
-    if number > len(told[:_TOLD]):
-        more = f"{counted(number - len(told[:_TOLD]), 'more result')} wrong"
+    if number > len(text[:_MOST_SHOWN]):
+        more = f"{counted(number - len(text[:_MOST_SHOWN]), 'more result')} wrong"
         yield DoctorFinding("stress", more, "see the results above", fatal=True)
 
 
 def _notes(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding]:
-    """What was not tested, each thing once."""
+    """Yield findings on what was not tested, each once."""
     notes = dict.fromkeys(tuple(note) for each in rounds for row in each for note in row["notes"])
     for test, sentence in notes:
         yield DoctorFinding(test, sentence, "")

@@ -1,4 +1,4 @@
-"""What is asked of a stress test. Loads nothing that a broken installation could lack."""
+"""Options of a stress test. The module imports nothing that a broken installation could lack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ MOST_SECONDS = 30 * 86400.0
 
 @dataclass(frozen=True)
 class StressOptions:
-    """For how long, where the disk's files go, and where rates are kept (None: with the user's cache)."""
+    """Options of a stress test.
+
+    Attributes:
+        seconds: Time of the test.
+        folder: Folder for the files of the disk test.
+        rates: File of rates; None for the one in the user's cache.
+    """
 
     seconds: float
     folder: Path = Path()
@@ -24,7 +30,11 @@ class StressOptions:
 
     @classmethod
     def of(cls, seconds: str, folder: Path | None, rates: Path | None) -> StressOptions:
-        """As options give it; HpctrainError where these are no seconds for a test."""
+        """Return the options for the arguments of the command line.
+
+        Raises:
+            HpctrainError: `seconds` is not a time, or out of range.
+        """
         try:
             number = parse_seconds(seconds)
         except HpctrainError as error:
@@ -35,7 +45,11 @@ class StressOptions:
 
 
 def check_folder(folder: Path) -> None:
-    """HpctrainError where this rank could not write files there."""
+    """Check that this rank can write files to a folder.
+
+    Raises:
+        HpctrainError: It cannot.
+    """
     what = ""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"

@@ -1,7 +1,7 @@
 """The stress test of nodes: planted faults are found and located, and nothing else is; what it leaves behind.
 
-Tests of watch/stress/stress.py, watch/stress/record.py, watch/stress/products.py, watch/stress/memory.py,
-watch/stress/disk.py and watch/stress/collectives.py.
+Tests of watch/stress/stress.py, watch/stress/record.py, watch/stress/products.py,
+watch/stress/memory_test.py, watch/stress/disk.py and watch/stress/collectives.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.watch.stress import stress as module
 from hpctrain.watch.stress.collectives import Collectives, partner
 from hpctrain.watch.stress.disk import remove_leftovers
-from hpctrain.watch.stress.kept import read_rates
-from hpctrain.watch.stress.memory import LEAST
+from hpctrain.watch.stress.memory_test import LEAST
 from hpctrain.watch.stress.products import FORMATS, KINDS, Case, ProductTest, StressShape, vectors
-from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime
+from hpctrain.watch.stress.record import ResultHook, StressRank, StressRecord, TestTime
+from hpctrain.watch.stress.stored_rates import read_rates
 from hpctrain.watch.stress.stress import StressResult, StressSizes, stress
 from hpctrain.watch.stress.stress_options import StressOptions
 
@@ -58,7 +58,11 @@ class Flip:
 
 
 def run(
-    world: World, folder: Path, look: Look | None = None, seconds: float = 0.3, sizes: StressSizes = SIZES
+    world: World,
+    folder: Path,
+    look: ResultHook | None = None,
+    seconds: float = 0.3,
+    sizes: StressSizes = SIZES,
 ) -> StressResult:
     wish = StressOptions(seconds, folder, folder / "rates.jsonl")
     lines: list[str] = []
@@ -215,7 +219,7 @@ def test_an_interrupt_ends_it_with_what_was_found(world: World, mpi_tmp_path: Pa
 def test_rates_are_kept_and_a_node_that_became_slow_shows(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEAST_KEPT", 0.0)
+    monkeypatch.setattr(module, "LEAST_STORED_SECONDS", 0.0)
     first = run(world, mpi_tmp_path, seconds=2.0)
     file = mpi_tmp_path / "rates.jsonl"
     world.everyone.barrier()

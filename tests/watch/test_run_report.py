@@ -1,6 +1,6 @@
 """What folders of runs tell, and the report that the verb makes of it.
 
-Tests of watch/told.py, watch/foretold.py, report/page/run_summary.py and cli/report.py.
+Tests of watch/run_report.py, watch/predicted_vs_measured.py, report/page/run_summary.py and cli/report.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.cli.report import command as report
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.page.page import HEAD
 from hpctrain.report.page.run_summary import ValuePair
-from hpctrain.watch.told import RANK_FILES, read_runs, write_report
+from hpctrain.watch.run_report import RANK_FILES, read_runs, write_report
 
 LOG = (
     "2026-11-26 10:00:02,100 WARNING step 4: gradient norm 9 is high; update left out (1 spike so far)\n"

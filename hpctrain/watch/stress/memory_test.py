@@ -1,4 +1,4 @@
-"""Patterns written to memory and read back: bits that do not keep what they are given, and the speed."""
+"""Test of memory: write patterns, read them back, compare and time them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,43 @@ from hpctrain.host.device_memory import free_gpu_bytes
 from hpctrain.host.memory import is_out_of_memory, obtainable_bytes
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
-from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, clock_of, one_thread
-from hpctrain.watch.stress.words import key, random_words
+from hpctrain.watch.stress.random_words import key, random_words
+from hpctrain.watch.stress.record import ResultHook, StressRank, StressRecord, TestTime, clock_of, one_thread
 
 TEST = "memory"
 PATTERNS = ("address", "inverted address", "walking one", "walking zero", "random", "inverted random")
 
 SHARE = 0.5
-"""Of what is free on the node, or on the GPU, for all ranks that share it."""
+"""Share of the free memory of the node or GPU that all ranks on it may use together."""
 
 LEAST = 16 << 20
-"""Bytes below which a rank leaves its node's memory alone."""
+"""Bytes below which a rank does not test memory."""
 
-_HOST_WORDS, _GPU_WORDS = 1 << 17, 1 << 23  # of a block: what is compared with it stays in a core's cache
-_PASSES = 3  # patterns that a turn has time for
+_HOST_WORDS, _GPU_WORDS = 1 << 17, 1 << 23
+"""Words of a block on a CPU and on a GPU. On a CPU, the expected words stay in the cache of a core."""
+
+_PASSES = 3
+"""Number of patterns for which one call of `run` has time."""
 
 
 class MemoryTest:
-    """The test; of at most `most` bytes, where there is such a bound."""
+    """Test of memory.
 
-    def __init__(self, place: StressRank, most: int | None, look: Look) -> None:
-        self.place, self.most, self.look = place, most, look
+    Args:
+        place: This rank.
+        most: Largest number of bytes to test; None for no limit.
+        on_result: Function that is called with each block before it is compared.
+    """
+
+    def __init__(self, place: StressRank, most: int | None, on_result: ResultHook) -> None:
+        self.place, self.most, self.on_result = place, most, on_result
         self._words = _HOST_WORDS if on_host(place.device) else _GPU_WORDS
         self._scratch = torch.empty(self._words, dtype=torch.int64, device=place.device)
         self._passes = 0
 
     def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
-        """Write one pattern after the other over as much as there is time for, and read each back."""
-        size = self._room()
+        """Write patterns one after the other over as much memory as there is time for, and read them back."""
+        size = self._available_bytes()
         if size < LEAST:
             record.notes.append((TEST, f"not tested: only {format_bytes(size)} per rank is free"))
             return
@@ -64,17 +73,17 @@ class MemoryTest:
         if read:
             record.rates[TEST] = read / seconds
 
-    def _room(self) -> int:
-        """Bytes for this rank."""
+    def _available_bytes(self) -> int:
+        """Return the bytes that this rank may test."""
         if on_host(self.place.device):
             free, share = obtainable_bytes(os.environ), SHARE
         else:
             free, share = free_gpu_bytes(self.place.device), SHARE
-        room = int(share * (0 if free is None else free)) // self.place.sharers
-        return room if self.most is None else min(room, self.most)
+        available = int(share * (0 if free is None else free)) // self.place.sharers
+        return available if self.most is None else min(available, self.most)
 
     def _pass(self, memory: Tensor, record: StressRecord, turn: TestTime) -> tuple[int, float]:
-        """Write a pattern for nearly half of the time and read it back: bytes that were read, in seconds."""
+        """Write a pattern for nearly half of the time. Return the bytes read back and the seconds of this."""
         name = PATTERNS[self._passes % len(PATTERNS)]
         pattern = Pattern(name, self._words, self._passes // len(PATTERNS), self.place.device)
         self._passes += 1
@@ -87,33 +96,38 @@ class MemoryTest:
             if writing.over:
                 break
         now = clock_of(self.place.device)
-        began, read = now(), 0
+        start, read = now(), 0
         for index, block in enumerate(blocks[:written]):
-            self.look(TEST, block)
+            self.on_result(TEST, block)
             pattern.fill(self._scratch, index)
             if not torch.equal(block, self._scratch):
                 self._locate(block, index, name, record)
             read += block.nbytes
             if turn.stopped():
                 break
-        return read, now() - began
+        return read, now() - start
 
     def _locate(self, block: Tensor, index: int, name: str, record: StressRecord) -> None:
-        apart = difference(block, self._scratch)
-        if apart is None:
-            told = "a word that was correct when read again"
+        wrong_bits = difference(block, self._scratch)
+        if wrong_bits is None:
+            text = "a word that was correct when read again"
             position = 0
         else:
-            told, position = str(apart), 8 * apart.position
+            text, position = str(wrong_bits), 8 * wrong_bits.position
         offset = index * block.nbytes + position
         where = "" if on_host(self.place.device) else f", {self.place.device}"
-        sentence = f"{self.place.name}{where}: pattern {name} at byte {offset} of its memory reads {told}"
+        sentence = f"{self.place.name}{where}: pattern {name} at byte {offset} of its memory reads {text}"
         record.add_wrong(TEST, sentence, self.place.hosts[self.place.rank])
 
 
 class Pattern:
-    """What the words of a block are, and of each block others: `shift` moves a walking bit, or takes other
-    random words.
+    """Words of a block, which differ from block to block.
+
+    Args:
+        name: One of `PATTERNS`.
+        words: Number of words of a block.
+        shift: Number by which a walking bit moves, or seed of random words.
+        device: Device of the memory.
     """
 
     def __init__(self, name: str, words: int, shift: int, device: torch.device) -> None:
@@ -128,7 +142,7 @@ class Pattern:
         self._block = (~block if name.startswith("inverted") or name == "walking zero" else block).to(device)
 
     def fill(self, memory: Tensor, index: int) -> None:
-        """Write what the block of this index is to hold."""
+        """Write the pattern of the block with this index to memory."""
         if self.name.startswith("walking"):
             memory.copy_(self._block)
         else:

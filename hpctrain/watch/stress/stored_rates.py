@@ -1,4 +1,4 @@
-"""The rates of nodes that are kept, a line of JSON each time a node was tested, newest last."""
+"""File with the rates of earlier tests: one line of JSON per test of a node, newest last."""
 
 from __future__ import annotations
 
@@ -20,21 +20,28 @@ from hpctrain.watch.stress.nodes import MEASURES, EarlierRates, Node
 
 FILE = "node-rates.jsonl"
 MOST_ROWS = 4000
-"""Of these the newest stay; the file may have a tenth more until the others are taken out."""
+"""Number of rows that remain when old ones are removed, which happens at 10% more rows."""
 
 _BYTES = 8 << 20
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
-_SECONDS = 5.0  # for which others that write it are waited for
-_LONGEST = 1000  # characters of a name
+_SECONDS = 5.0
+"""Seconds to wait for other processes that write the file."""
+
+_LONGEST = 1000
+"""Largest number of characters of a name."""
 
 
-def usual_file() -> Path:
-    """Where rates are kept if no other file is named: beside what is kept of kernels."""
+def default_rates_file() -> Path:
+    """Return the file of rates if the user names no other one: in the user's cache of hpctrain."""
     return user_cache() / FILE
 
 
 def check_file(path: Path) -> None:
-    """HpctrainError where a file that a user names could not be written, or is none of rates."""
+    """Check that a file that the user names can be used for rates.
+
+    Raises:
+        HpctrainError: It cannot be written, or it is not a file of rates.
+    """
     try:
         require_writable(path)
     except HpctrainError as error:
@@ -50,20 +57,28 @@ def check_file(path: Path) -> None:
 
 
 def read_rates(path: Path) -> list[EarlierRates]:
-    """What is kept, oldest first; nothing where there is no such file.
+    """Return the stored rates, oldest first; [] if there is no such file.
 
-    Lines that are torn, or that others have written, do not count.
+    Incomplete and foreign lines are ignored.
     """
     with suppress(OSError):
-        return [kept for kept, _ in _rows(read_bytes(path, _BYTES))]
+        return [rates for rates, _ in _rows(read_bytes(path, _BYTES))]
     return []
 
 
-def keep_rates(path: Path, nodes: Sequence[Node], day: str) -> str:
-    """Add a line a node; why that could not be, or "".
+def add_rates(path: Path, nodes: Sequence[Node], day: str) -> str:
+    """Append a line for each node.
 
-    Those who write the file at the same time, from whichever nodes, wait for each other as far as its file
-    system has locks. Each adds its lines at once.
+    Processes on all nodes that write the file at the same time wait for each other, if its file system has
+    locks. Each adds all of its lines in one write.
+
+    Args:
+        path: File of rates.
+        nodes: The tested nodes.
+        day: Date such as "2026-11-02".
+
+    Returns:
+        Reason why the file could not be written, else "".
     """
     rows = [
         {
@@ -71,14 +86,14 @@ def keep_rates(path: Path, nodes: Sequence[Node], day: str) -> str:
             "device": node.device,
             "ranks": len(node.ranks),
             "day": day,
-            "rates": _told(node.rates),
+            "rates": _stored_values(node.rates),
         }
         for node in nodes
         if node.rates
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path) as descriptor:
+        with _open_locked(path) as descriptor:
             add_lines(descriptor, map(strict_json, rows))
             _shorten(path, descriptor)
     except OSError as error:
@@ -87,7 +102,7 @@ def keep_rates(path: Path, nodes: Sequence[Node], day: str) -> str:
 
 
 def _shorten(path: Path, descriptor: int) -> None:
-    """Leave the newest rows, where there are too many."""
+    """Remove the oldest rows if there are too many."""
     content = os.pread(descriptor, _BYTES + 1, 0)
     if content.count(b"\n") <= 1.1 * MOST_ROWS and len(content) <= _BYTES // 2:
         return
@@ -103,16 +118,16 @@ def _shorten(path: Path, descriptor: int) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[int]:
-    """The file, open to add to, while no other process of ours adds to it."""
+def _open_locked(path: Path) -> Iterator[int]:
+    """Return a context manager with the descriptor of the file, open to append and locked."""
     deadline = monotonic() + _SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _lock(descriptor, deadline)
-            # Who had it before may have put a shorter one in its place.
-            there = path.stat() if path.exists() else None
-            same = there is not None and os.path.samestat(there, os.fstat(descriptor))
+            # The process that had the lock before may have replaced the file by a shorter one.
+            current = path.stat() if path.exists() else None
+            same = current is not None and os.path.samestat(current, os.fstat(descriptor))
             if same or monotonic() > deadline:
                 yield descriptor
                 return
@@ -121,7 +136,7 @@ def _alone(path: Path) -> Iterator[int]:
 
 
 def _lock(descriptor: int, deadline: float) -> None:
-    """Wait for the lock; without it, where there are no locks or it takes too long, a line may get lost."""
+    """Wait for the lock. If there are no locks or it takes too long, go on without: lines may get lost."""
     while monotonic() < deadline:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,18 +149,18 @@ def _lock(descriptor: int, deadline: float) -> None:
 
 
 def _rows(content: bytes) -> list[tuple[EarlierRates, bytes]]:
-    """The lines that could have been kept, with what they tell."""
+    """Return the valid lines with their rates."""
     rows = []
     for line in content.splitlines():
         with suppress(ValueError):
-            kept = _kept(parse_json(line))
-            if kept is not None:
-                rows.append((kept, line))
+            rates = _parse_row(parse_json(line))
+            if rates is not None:
+                rows.append((rates, line))
     return rows
 
 
-def _kept(row: Any) -> EarlierRates | None:
-    """Anybody may have written it."""
+def _parse_row(row: Any) -> EarlierRates | None:
+    """Return the rates of a row; None if it is not valid, since any program may have written it."""
     if not isinstance(row, dict):
         return None
     name, device, ranks, day = (row.get(each) for each in ("node", "device", "ranks", "day"))
@@ -161,5 +176,5 @@ def _kept(row: Any) -> EarlierRates | None:
     return EarlierRates(name, device, ranks, day, usable)
 
 
-def _told(rates: dict[str, float]) -> dict[str, float]:
+def _stored_values(rates: dict[str, float]) -> dict[str, float]:
     return {name: float(f"{rate:.4g}") for name, rate in rates.items() if MEASURES[name].slow}

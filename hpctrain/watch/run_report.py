@@ -1,6 +1,7 @@
-"""What the folders of runs tell of them, read within bounds and never changed; and the report made of it.
+"""`hpctrain report`: a report page, made of files in run folders.
 
-Metrics have to be there; of all else what is missing is left out, and what cannot be read is told.
+Run folders must have metrics. Other missing files are left out, and unreadable ones are listed as problems.
+Files are read with limits on their sizes and never changed.
 """
 
 from __future__ import annotations
@@ -26,20 +27,27 @@ from hpctrain.report.plots import PlottedRun, load_runs
 from hpctrain.report.recorded import TRACE_FILE, RecordedStep, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row
 from hpctrain.report.samples import SAMPLES_FILE, try_samples
-from hpctrain.watch.foretold import foretold
+from hpctrain.watch.predicted_vs_measured import compare_with_plan
 from hpctrain.watch.run_files import is_run
 from hpctrain.watch.status import STATUS_FILE
 from hpctrain.watch.statuses import read_status
 
-RANK_FILES = 64  # logs of other ranks than the first, or reports of hangs, that are read at most
-RANK_LINES = 100  # of each of those logs
-BEST = "best"  # name of the link to the best checkpoint, where there is one
+RANK_FILES = 64
+"""Largest number of logs of ranks other than 0, or of reports of hangs, that are read."""
+
+RANK_LINES = 100
+"""Lines of each of these logs that are read."""
+
+BEST = "best"
+"""Name of the link to the best checkpoint."""
 
 _LOG_OF_RANK = re.compile(r"log\.(\d{1,9})\.txt")
 _HANG = re.compile(r"hang\.(\d{1,9})\.txt")
 _HANG_LINES = 2
 _LINE = 400
-_EXAMINED = 3  # checkpoints at most, until one can be read
+_EXAMINED = 3
+"""Largest number of checkpoints that are tried until one can be read."""
+
 _OF_STEP = re.compile(r"step (\d{1,15}): (.*)", re.DOTALL)
 _WENT_BACK = re.compile(r"returned from step (\d{1,15}): ")
 _VALUE_LETTERS = 300
@@ -58,12 +66,20 @@ _FACTS = {
 
 
 def write_report(run_dirs: Sequence[Path], output: Path, *, force: bool = False) -> int:
-    """Write the report of at least one run, each once, into a file, and give its bytes. A report is replaced,
-    another file only with `force`.
+    """Write a report of runs.
 
-    HpctrainError, with all problems at once, for folders that are no runs or have no step yet, and for an
-    output that is another file or a folder; InputOutputError for metrics that cannot be read, and where the
-    output cannot be written.
+    Args:
+        run_dirs: Folders of at least one run. A run that is named twice appears once.
+        output: File to write. An earlier report is replaced.
+        force: True to replace a file that is not a report.
+
+    Returns:
+        Size of the report in bytes.
+
+    Raises:
+        HpctrainError: Folders are not run folders or have no steps yet, or the output is a folder or another
+            file. All problems are reported together.
+        InputOutputError: Metrics cannot be read, or the output cannot be written.
     """
     run_dirs = distinct(run_dirs)
     require_runs(run_dirs)
@@ -83,7 +99,11 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, force: bool = False)
 
 
 def require_runs(run_dirs: Sequence[Path]) -> None:
-    """HpctrainError where one of these is no run's folder, or has no step to tell of."""
+    """Check that all folders are run folders with at least one step.
+
+    Raises:
+        HpctrainError: Some are not.
+    """
     problems = []
     for folder in run_dirs:
         path = folder / METRICS_FILE
@@ -98,7 +118,7 @@ def require_runs(run_dirs: Sequence[Path]) -> None:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is a report that was written here before."""
+    """Return True if a file is a report of hpctrain."""
     try:
         with open_regular(path) as stream:
             return stream.read(len(HEAD)) == HEAD.encode()
@@ -107,19 +127,28 @@ def is_report(path: Path) -> bool:
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RunSummary]:
-    """What the folders of runs tell; InputOutputError, with all problems, where one has no metrics."""
+    """Return what a report shows of runs.
+
+    Raises:
+        InputOutputError: Metrics of some runs cannot be read. All problems are reported together.
+    """
     return [read_run(folder, run) for folder, run in zip(run_dirs, load_runs(run_dirs), strict=True)]
 
 
 def read_run(folder: Path, run: PlottedRun) -> RunSummary:
-    """What a folder tells of a run besides its metrics."""
+    """Return what a report shows of a run.
+
+    Args:
+        folder: The run folder.
+        run: Metrics of the run.
+    """
     problems: list[str] = []
     status = _status(folder, problems)
     tables = _deck(folder / "deck.toml", problems)
-    kept, chain = _checkpoints(folder, problems)
+    stored, chain = _checkpoints(folder, problems)
     facts = {words: str(status[key]) for key, words in _FACTS.items() if status.get(key) not in (None, "")}
-    own = tables.get("run")
-    title = status.get("title") or (own.get("title") if isinstance(own, dict) else None)
+    run_table = tables.get("run")
+    title = status.get("title") or (run_table.get("title") if isinstance(run_table, dict) else None)
     return RunSummary(
         name=run.name,
         folder=folder,
@@ -131,9 +160,9 @@ def read_run(folder: Path, run: PlottedRun) -> RunSummary:
         reason=str(status.get("reason") or ""),
         facts=facts,
         deck=dict(_deck_keys(tables)),
-        comparisons=foretold(folder, tables, run, problems),
+        comparisons=compare_with_plan(folder, tables, run, problems),
         step=_recorded(folder / TRACE_FILE, problems),
-        checkpoints=kept,
+        checkpoints=stored,
         history=chain,
         events=_events(folder, run.rows, status, problems),
         samples=try_samples(folder / SAMPLES_FILE, problems),
@@ -152,7 +181,7 @@ def _status(folder: Path, problems: list[str]) -> Mapping[str, Any]:
 
 
 def _deck(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    """The tables of the deck, as it is written: one of another version may not be valid here."""
+    """Return the tables of a deck without validation, since it may be of another version."""
     try:
         return parse_toml(read_text(path, MAX_DECK_BYTES))[0]
     except FileNotFoundError:
@@ -163,7 +192,7 @@ def _deck(path: Path, problems: list[str]) -> Mapping[str, Any]:
 
 
 def _deck_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys with their full names, and what is given for them; of tables in a list by their numbers."""
+    """Yield the full names and the values of the keys of a deck."""
     left = _DECK_KEYS
     for section, content in tables.items():
         for key, value in content.items() if isinstance(content, dict) else [("", content)]:
@@ -174,7 +203,7 @@ def _deck_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _recorded(path: Path, problems: list[str]) -> RecordedStep | None:
-    """The middle one of the steps of a trace, where it is one of several stages."""
+    """Return the middle step of a trace; None if there is no trace of several stages."""
     if not os.path.lexists(path):
         return None
     try:
@@ -186,7 +215,7 @@ def _recorded(path: Path, problems: list[str]) -> RecordedStep | None:
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[KeptCheckpoint], list[HistorySegment]]:
-    """The checkpoints that are there, newest first, and the chain of runs that led to the newest good one."""
+    """Return the checkpoints, newest first, and the chain of runs that led to the newest readable one."""
     inner = folder / "checkpoints"
     try:
         paths = checkpoints(inner)
@@ -197,13 +226,13 @@ def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[KeptCheckpoint
     for name in (LATEST, BEST):
         if (inner / name).is_symlink():
             links.setdefault(Path(os.path.realpath(inner / name)).name, []).append(name)
-    kept: list[KeptCheckpoint] = []
+    stored: list[KeptCheckpoint] = []
     for path in paths:
         with suppress(OSError):  # a run deletes old ones at any time
             status = path.stat()
             written = datetime.fromtimestamp(status.st_mtime, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-            kept.append(KeptCheckpoint(path, status.st_size, written, ", ".join(links.get(path.name, []))))
-    return kept, _history(paths[:_EXAMINED], problems)
+            stored.append(KeptCheckpoint(path, status.st_size, written, ", ".join(links.get(path.name, []))))
+    return stored, _history(paths[:_EXAMINED], problems)
 
 
 def _history(paths: Sequence[Path], problems: list[str]) -> list[HistorySegment]:
@@ -220,7 +249,7 @@ def _history(paths: Sequence[Path], problems: list[str]) -> list[HistorySegment]
 def _events(
     folder: Path, rows: Sequence[Row], status: Mapping[str, Any], problems: list[str]
 ) -> list[RunEvent]:
-    """What logs warn of, faults, hangs, and how the run stands; what is in no log comes first, by step."""
+    """Return warnings in logs, faults, hangs and the end of the run. Events without a log line come first."""
     try:
         log, faults = read_log(folder / LOG_FILE), read_faults(folder / FAULTS_FILE)
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
@@ -229,17 +258,19 @@ def _events(
         log, faults, names = [], [], []
     marks = [mark for mark in marks_of(rows, log, faults) if mark.kind != "resumed"]
     kinds = {_step_of(mark): mark.kind for mark in marks}
-    told = [_logged(line, kinds) for line in log]
-    known = {event.step for event in told}
+    logged_events = [_logged(line, kinds) for line in log]
+    known = {event.step for event in logged_events}
     events = [RunEvent("", mark.step, mark.kind, mark.words) for mark in marks if _step_of(mark) not in known]
-    events += told
-    for rank, name in _of_ranks(names, _LOG_OF_RANK):
+    events += logged_events
+    for rank, name in _rank_files(names, _LOG_OF_RANK):
         with suppress(InputOutputError):
             lines = read_log(folder / name, RANK_LINES)
-            # All ranks log what they agree on: that stands in the first one's log already.
-            said = {line.text for line in log}
-            events += [_logged(line, kinds, f"rank {rank}: ") for line in lines if line.text not in said]
-    for _, name in _of_ranks(names, _HANG):
+            # Lines that all ranks log are in the log of rank 0 already.
+            logged_texts = {line.text for line in log}
+            events += [
+                _logged(line, kinds, f"rank {rank}: ") for line in lines if line.text not in logged_texts
+            ]
+    for _, name in _rank_files(names, _HANG):
         with suppress(OSError), open_regular(folder / name) as stream:
             head = [stream.readline(_LINE).decode(errors="replace").strip() for _ in range(_HANG_LINES)]
             events.append(RunEvent("", None, "hang", " ".join(head)))
@@ -255,20 +286,20 @@ def _events(
 
 
 def _step_of(mark: StepMark) -> int:
-    """The step that the log names for it: of going back the one that was the spike."""
-    found = _WENT_BACK.match(mark.words) if mark.kind == "went back" else None
-    return int(found[1]) if found else mark.step
+    """Return the step that the log names for a mark. After a spike it is that of the spike."""
+    match = _WENT_BACK.match(mark.words) if mark.kind == "went back" else None
+    return int(match[1]) if match else mark.step
 
 
 def _logged(line: LogLine, kinds: Mapping[int, str], whose: str = "") -> RunEvent:
-    found = _OF_STEP.fullmatch(line.text)
-    step, words = (int(found[1]), found[2]) if found else (line.resumed_at, line.text)
-    of_step = kinds.get(step, "") if found and step is not None else ""
+    match = _OF_STEP.fullmatch(line.text)
+    step, words = (int(match[1]), match[2]) if match else (line.resumed_at, line.text)
+    of_step = kinds.get(step, "") if match and step is not None else ""
     kind = "resumed" if line.resumed_at is not None else of_step or line.level.lower()
     return RunEvent(line.time, step, kind, whose + words)
 
 
-def _of_ranks(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:
-    """Files of ranks among these names, by rank: so many at most."""
-    found = sorted((int(match[1]), name) for name in names if (match := pattern.fullmatch(name)))
-    return found[:RANK_FILES]
+def _rank_files(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:
+    """Return the numbers of ranks and the names that match a pattern, by rank, at most `RANK_FILES`."""
+    files = sorted((int(match[1]), name) for name in names if (match := pattern.fullmatch(name)))
+    return files[:RANK_FILES]

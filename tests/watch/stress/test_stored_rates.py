@@ -8,9 +8,9 @@ from threading import Thread
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.watch.stress import kept as module
-from hpctrain.watch.stress.kept import check_file, keep_rates, read_rates, usual_file
+from hpctrain.watch.stress import stored_rates as module
 from hpctrain.watch.stress.nodes import Node
+from hpctrain.watch.stress.stored_rates import add_rates, check_file, default_rates_file, read_rates
 
 
 def node(name: str, rate: float = 61e9) -> Node:
@@ -20,7 +20,7 @@ def node(name: str, rate: float = 61e9) -> Node:
 def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rates.jsonl"
     assert read_rates(path) == []
-    assert keep_rates(path, [node("n0"), node("n1", 5e9), Node("n2", "EPYC", (2,), {})], "2026-11-02") == ""
+    assert add_rates(path, [node("n0"), node("n1", 5e9), Node("n2", "EPYC", (2,), {})], "2026-11-02") == ""
     first, second = read_rates(path)
     assert (first.name, first.device, first.ranks, first.day) == ("n0", "EPYC", 2, "2026-11-02")
     assert dict(second.rates) == {"memory": 5e9}  # what all ranks do together is no node's
@@ -28,7 +28,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
 
 def test_torn_and_foreign_lines_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "rates.jsonl"
-    keep_rates(path, [node("n0")], "2026-11-02")
+    add_rates(path, [node("n0")], "2026-11-02")
     row = path.read_text()
     foreign = ["[]", "{}", "nonsense", row[:50], '{"node": 3}', "[" * 100_000, '"\\ud800"']
     foreign += [row.strip().replace('"2026-11-02"', '"today"'), row.strip().replace("n0", "n\\u0007")]
@@ -36,7 +36,7 @@ def test_torn_and_foreign_lines_do_not_count(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\n" + "\n".join([*foreign, wrong, row.strip(), row[:40]]).encode())
     assert [each.name for each in read_rates(path)] == ["n9", "n0"]
     assert dict(read_rates(path)[0].rates) == {}
-    keep_rates(path, [node("n1")], "2026-11-03")  # behind the torn line
+    add_rates(path, [node("n1")], "2026-11-03")  # behind the torn line
     assert [each.name for each in read_rates(path)] == ["n9", "n0", "n1"]
 
 
@@ -46,7 +46,7 @@ def test_those_who_write_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytes
 
     def write(number: int) -> None:
         for each in range(12):
-            assert keep_rates(path, [node(f"n{number}-{each}")], "2026-11-02") == ""
+            assert add_rates(path, [node(f"n{number}-{each}")], "2026-11-02") == ""
 
     threads = [Thread(target=write, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -60,7 +60,7 @@ def test_the_newest_rows_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "MOST_ROWS", 20)
     path = tmp_path / "rates.jsonl"
     for number in range(100):
-        keep_rates(path, [node(f"n{number}")], "2026-11-02")
+        add_rates(path, [node(f"n{number}")], "2026-11-02")
     names = [each.name for each in read_rates(path)]
     assert 20 <= len(names) <= 22
     assert names == [f"n{number}" for number in range(100 - len(names), 100)]
@@ -69,7 +69,7 @@ def test_the_newest_rows_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert keep_rates(tmp_path / "file" / "rates", [node("n0")], "2026-11-02") == "File exists"
+    assert add_rates(tmp_path / "file" / "rates", [node("n0")], "2026-11-02") == "File exists"
 
 
 def test_a_file_that_is_none_of_rates_is_refused_and_stays(tmp_path: Path) -> None:
@@ -86,10 +86,12 @@ def test_a_file_that_is_none_of_rates_is_refused_and_stays(tmp_path: Path) -> No
         assert str(caught.value).startswith(f"--rates {path}")
     assert deck.read_text() == "[model]\n"
     check_file(tmp_path / "new")
-    keep_rates(tmp_path / "new", [node("n0")], "2026-11-02")
+    add_rates(tmp_path / "new", [node("n0")], "2026-11-02")
     check_file(tmp_path / "new")
 
 
-def test_the_usual_file_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_rates_file_is_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert usual_file() == tmp_path / "hpctrain" / "node-rates.jsonl"
+    assert default_rates_file() == tmp_path / "hpctrain" / "node-rates.jsonl"

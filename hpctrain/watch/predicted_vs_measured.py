@@ -1,6 +1,7 @@
-"""What was foretold of a run beside what it measured: memory by kind, seconds by cause, bytes by axis.
+"""Predicted and measured values of a run: memory by kind, seconds by cause, bytes by axis.
 
-Read from `plan.json`, `ledger.json` and the deck, of whatever version and by whomever these were written.
+They are read from `plan.json`, `ledger.json` and the deck, which another version or other programs may have
+written.
 """
 
 from __future__ import annotations
@@ -18,25 +19,37 @@ from hpctrain.report.plots import PlottedRun
 from hpctrain.text import counted
 
 PLAN_FILE, LEDGER_FILE, DECK_FILE = "plan.json", "ledger.json", "deck.toml"
-STAGES_SHOWN = 8  # of a pipeline, whose memory is told
-RANKS = 1 << 14  # up to which what ranks send is planned for a report
+STAGES_SHOWN = 8
+"""Largest number of pipeline stages whose memory is compared."""
+
+MAX_PLANNED_RANKS = 1 << 14
+"""Largest number of ranks for which a report plans the bytes that ranks send."""
 
 _OF_STEP = frozenset({"forward", "backward", "synchronize", "step"})
 """Phases of the ledger that make up a step."""
 
-_LEAST = 5e-4  # of a step: less is not worth a line
+_LEAST_SHARE = 5e-4
+"""Smallest share of a step for which a cause gets a line."""
+
 _AXES = 50
 
 
-def foretold(
+def compare_with_plan(
     folder: Path, tables: Mapping[str, Any], run: PlottedRun, problems: list[str]
 ) -> list[PredictedVsMeasured]:
-    """All comparisons that the files of a run allow; what cannot be read is added to the problems."""
+    """Return all comparisons for which the files of a run have values.
+
+    Args:
+        folder: The run folder.
+        tables: Tables of its deck.
+        run: Metrics of the run.
+        problems: List to which a sentence is added for each file that cannot be read.
+    """
     plan = _json(folder / PLAN_FILE, problems)
     ledger = _json(folder / LEDGER_FILE, problems)
     plan = plan if isinstance(plan, dict) else {}
-    found = [*_memory(plan), *_seconds(plan), *_traffic(folder, plan, ledger, tables, run)]
-    return [each for each in found if each.pairs]
+    comparisons = [*_memory(plan), *_seconds(plan), *_traffic(folder, plan, ledger, tables, run)]
+    return [each for each in comparisons if each.pairs]
 
 
 def _json(path: Path, problems: list[str]) -> Any:
@@ -50,7 +63,7 @@ def _json(path: Path, problems: list[str]) -> Any:
 
 
 def _memory(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
-    """Of a rank of each stage, by kind."""
+    """Yield the memory of a rank of each stage, by kind."""
     from hpctrain.plan.words import KINDS
 
     predicted = _dicts(_dict(plan.get("predicted")).get("stages"))
@@ -73,36 +86,40 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
 
 
 def _seconds(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
-    """Of a step, by cause where that was measured."""
+    """Yield the seconds of a step, by cause if causes were measured."""
     from hpctrain.plan.time.measured import side_by_side
     from hpctrain.plan.time.words import WHAT, WHAT_TOGETHER
 
     time = _dict(plan.get("time"))
     predicted, measured = _dict(time.get("predicted")), _dict(time.get("measured"))
-    whole = ValuePair("total", _number(predicted.get("seconds")), _number(measured.get("seconds")))
-    if whole.predicted is None and whole.measured is None:
+    total = ValuePair("total", _number(predicted.get("seconds")), _number(measured.get("seconds")))
+    if total.predicted is None and total.measured is None:
         return
-    there = _numbers(predicted.get("seconds_by_cause"))
-    here = _numbers(measured.get("seconds_by_cause"))
+    predicted_causes = _numbers(predicted.get("seconds_by_cause"))
+    measured_causes = _numbers(measured.get("seconds_by_cause"))
     pairs: list[ValuePair] = []
     try:
-        rows = side_by_side(there, here) if here else [(cause, each, None) for cause, each in there.items()]
+        rows = (
+            side_by_side(predicted_causes, measured_causes)
+            if measured_causes
+            else [(cause, each, None) for cause, each in predicted_causes.items()]
+        )
     except KeyError:  # causes of another version
         rows = []
     words = WHAT | WHAT_TOGETHER
-    least = _LEAST * max(whole.predicted or 0.0, whole.measured or 0.0)
+    least = _LEAST_SHARE * max(total.predicted or 0.0, total.measured or 0.0)
     for cause, one, other in rows:
         if max(one, other or 0.0) > least:
             pairs.append(ValuePair(words.get(cause, cause), one, other))
     machine = time.get("machine")
     note = f"Predicted by the rates of {machine}." if isinstance(machine, str) else ""
-    yield PredictedVsMeasured("Step time", "seconds", [*pairs, whole], note)
+    yield PredictedVsMeasured("Step time", "seconds", [*pairs, total], note)
 
 
 def _traffic(
     folder: Path, plan: Mapping[str, Any], ledger: Any, tables: Mapping[str, Any], run: PlottedRun
 ) -> Iterator[PredictedVsMeasured]:
-    """What rank 0 sent or received in a step, by axis."""
+    """Yield the bytes that rank 0 sent or received in a step, by axis."""
     steps = _steps(run)
     measured: dict[str, float] = {}
     for row in _dicts(ledger):
@@ -111,7 +128,7 @@ def _traffic(
             measured[axis] = measured.get(axis, 0.0) + size / steps
     ranks, roles = (_dict(plan.get("predicted")).get(name) for name in ("ranks", "roles"))
     predicted: dict[str, float] = {}
-    if measured and isinstance(ranks, int) and 0 < ranks <= RANKS and not roles:
+    if measured and isinstance(ranks, int) and 0 < ranks <= MAX_PLANNED_RANKS and not roles:
         predicted = _planned(folder, tables, ranks)
     axes = list(dict.fromkeys((*predicted, *measured)))[:_AXES]
     pairs = [ValuePair(axis, predicted.get(axis), measured.get(axis)) for axis in axes]
@@ -124,14 +141,15 @@ def _traffic(
 
 
 def _steps(run: PlottedRun) -> int:
-    """Steps that the last job of a run made, of which its ledger is."""
+    """Return the number of steps of a run's last job, which its ledger counts."""
     first = max((mark.step for mark in run.marks if mark.kind == "resumed"), default=0)
     return max(0, int(run.rows[-1]["step"]) - first)
 
 
 def _planned(folder: Path, tables: Mapping[str, Any], ranks: int) -> dict[str, float]:
-    """Bytes of a step by axis, as planned for the first stage; none where that would run code of the user's,
-    or the deck is not valid here.
+    """Return the planned bytes of a step by axis for the first stage.
+
+    It is empty if the plan would run code of the user, or if the deck is not valid in this version.
     """
     model, data = _dict(tables.get("model")), _dict(tables.get("data"))
     if "module" in model or "dataset" in data:
@@ -164,4 +182,4 @@ def _number(value: object) -> float | None:
 
 
 def _numbers(value: object) -> dict[str, float]:
-    return {name: each for name, found in _dict(value).items() if (each := _number(found)) is not None}
+    return {name: each for name, number in _dict(value).items() if (each := _number(number)) is not None}

@@ -1,4 +1,4 @@
-"""Words of 64 bits that look random and follow from numbers alone, so that every rank knows all others'."""
+"""Pseudo-random words of 64 bits that depend on numbers alone, so that each rank knows those of all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.splitmix import GOLDEN, mix
 
 
 def random_words(count: int, seed: int = 0) -> Tensor:
-    """So many, int64, in host memory; of another seed others."""
+    """Return `count` words, int64, in host memory."""
     numbers = np.arange(1, count + 1, dtype=np.uint64)
     numbers += np.array([key(seed)], dtype=np.int64).view(np.uint64)
     numbers *= np.uint64(GOLDEN)
@@ -18,7 +18,7 @@ def random_words(count: int, seed: int = 0) -> Tensor:
 
 
 def key(*numbers: int) -> int:
-    """One such word, of numbers from 0 on: what the words of a block are combined with by exclusive or."""
+    """Return the word of some numbers from 0 on. Blocks combine it with their words by exclusive or."""
     word = np.zeros(1, dtype=np.uint64)
     for number in numbers:
         word = mix((word + np.uint64(number + 1)) * np.uint64(GOLDEN))

@@ -1,4 +1,4 @@
-"""What a live table shows of a run: its status, its newest losses, and the disk; read within bounds."""
+"""Values of a run that a live table shows: status, newest losses, and disk space, with limits on reading."""
 
 from __future__ import annotations
 
@@ -15,14 +15,25 @@ from hpctrain.files import open_regular, parse_json
 from hpctrain.report.rows import METRICS_FILE
 from hpctrain.watch.statuses import read_status
 
-TAIL_BYTES = 256 << 10  # of the metrics, whose losses are drawn
-MOST_FILES = 10_000  # that are counted of a run
+TAIL_BYTES = 256 << 10
+"""Bytes at the end of metrics.jsonl whose losses are drawn."""
+
+MOST_FILES = 10_000
+"""Largest number of files whose sizes are counted."""
+
 SECONDS_PER_COUNT = 30.0
+"""Seconds after which the disk space is counted again."""
 
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """Bytes that a run's files take, and of the file system that they are on: free ones, and its number."""
+    """Disk space of a run.
+
+    Attributes:
+        used: Bytes that the run's files occupy.
+        free: Free bytes of their file system.
+        device: Number of the file system.
+    """
 
     used: int
     free: int
@@ -30,8 +41,16 @@ class DiskUsage:
 
 
 @dataclass(frozen=True)
-class Look:
-    """A run at some moment: its status, or why that cannot be read; its newest losses, oldest first."""
+class RunView:
+    """Values of a run at some time.
+
+    Attributes:
+        folder: The run folder.
+        status: Status of the run; empty if it cannot be read.
+        problem: Reason why it cannot be read, else "".
+        losses: Newest losses, oldest first.
+        disk: Disk space; None if it is unknown.
+    """
 
     folder: Path
     status: dict[str, Any]
@@ -40,8 +59,8 @@ class Look:
     disk: DiskUsage | None
 
 
-class Looker:
-    """Looks at one run again and again, and reads anew only what has changed."""
+class RunViewer:
+    """Reads the values of one run repeatedly, and only files that have changed since."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self._clock = folder, clock
@@ -50,16 +69,16 @@ class Looker:
         self._disk: DiskUsage | None = None
         self._counted = -math.inf
 
-    def status(self) -> Look:
-        """What its status says alone."""
+    def status(self) -> RunView:
+        """Return the status of the run, without losses and disk space."""
         try:
-            return Look(self.folder, read_status(self.folder, finds=False), "", [], None)
+            return RunView(self.folder, read_status(self.folder, finds_checkpoint=False), "", [], None)
         except InputOutputError as error:
-            return Look(self.folder, {}, error.problems[0], [], None)
+            return RunView(self.folder, {}, error.problems[0], [], None)
 
-    def all_of(self, look: Look) -> Look:
-        """The rest, of a run that is shown."""
-        return Look(look.folder, look.status, look.problem, self._newest_losses(), self._disk_now())
+    def with_details(self, view: RunView) -> RunView:
+        """Return a view with losses and disk space added."""
+        return RunView(view.folder, view.status, view.problem, self._newest_losses(), self._disk_now())
 
     def _newest_losses(self) -> list[float]:
         path = self.folder / METRICS_FILE
@@ -87,7 +106,7 @@ class Looker:
 
 
 def _tail(path: Path, size: int) -> list[float]:
-    """The losses in the last rows."""
+    """Return the losses in the last rows of a metrics file."""
     with open_regular(path) as stream:
         stream.seek(max(0, size - TAIL_BYTES))
         lines = stream.read(TAIL_BYTES).split(b"\n")
@@ -103,7 +122,7 @@ def _tail(path: Path, size: int) -> list[float]:
 
 
 def _used(folder: Path) -> int:
-    """Bytes on the disk of the files there and one folder below, links not followed."""
+    """Return the bytes on the disk of the files in a folder and one level below. Links are not followed."""
     used, left, waiting = 0, MOST_FILES, [(folder, True)]
     while waiting:
         path, deeper = waiting.pop()
