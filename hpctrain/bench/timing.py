@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.host.device import on_host, synchronize
 
 _VOCABULARY = 320
 
@@ -36,3 +37,15 @@ def seconds_of(world: World, run: Callable[[], object]) -> float:
 def write_json(path: Path, figures: object) -> None:
     """Figures for programs."""
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def clock(device: torch.device) -> float:
+    """Return a time in seconds, of which the difference of two is the duration of the work between them.
+
+    On CPUs it is the processor time of this thread, so that other programs on the machine do not count. On
+    GPUs it is the time at which all work of the device is complete.
+    """
+    if on_host(device):
+        return time.thread_time()
+    synchronize(device)
+    return time.perf_counter()

@@ -283,6 +283,48 @@ def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) ->
 
 
 @command.command()
+@click.option("--sequence", default=4096, show_default=True, type=COUNT, help="Number of positions.")
+@click.option("--window", type=COUNT, help="Window.  [default: a quarter of the sequence]")
+@click.option("--heads", default=8, show_default=True, type=COUNT, help="Number of heads.")
+@click.option("--kv-heads", type=COUNT, help="Heads of keys and values.  [default: as many as --heads]")
+@click.option("--head-size", default=64, show_default=True, type=COUNT, help="Features of a head.")
+@click.option(
+    "--format", "form", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]), help="Format."
+)
+@device_to_measure
+@in_rounds
+@figures_file
+def attention(device: str, rounds: int, path: Path | None, **wish: Any) -> None:
+    """Measure attention with a window, compared with full attention, in processor time on CPUs."""
+    from hpctrain.bench.attention_speed import AttentionBenchOptions, bench_attention
+
+    names = "sequence", "window", "heads", "kv_heads", "head_size", "form"
+    options = AttentionBenchOptions(*(wish[name] for name in names))
+    run_bench(lambda world: bench_attention(world, options, rounds, path), path, device=device)
+
+
+@command.command()
+@click.option("--family", "families", multiple=True, help="Measure only this family. May be repeated.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key of all families, e.g. precision.compute=bf16.",
+)
+@device_to_measure
+@in_rounds
+@figures_file
+def blocks(
+    families: tuple[str, ...], overrides: tuple[str, ...], device: str, rounds: int, path: Path | None
+) -> None:
+    """Measure the blocks of Llama, Qwen and Gemma, compared with a plain matrix product."""
+    from hpctrain.bench.block_speed import bench_blocks
+
+    run_bench(lambda world: bench_blocks(world, families, overrides, rounds, path), path, device=device)
+
+
+@command.command()
 @deck_file
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=100."

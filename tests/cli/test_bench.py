@@ -37,6 +37,18 @@ peak_flops = 1e10
 """
 ONCE = ("--rounds", "1")
 BENCHMARKS = {
+    "attention": ("--sequence", "64", "--heads", "2", "--head-size", "8", *ONCE),
+    "blocks": (
+        "--family",
+        "llama",
+        "--family",
+        "gemma3",
+        "--set",
+        "model.hidden=16",
+        "--set",
+        "model.layers=1",
+        *ONCE,
+    ),
     "collectives": ("--max-bytes", "1 KiB", "--operations", "all_reduce,send_recv", "--gloo"),
     "train": (
         *("deck.toml", *ONCE, "--steps", "1", "--no-sync", "--data-parallel", "--variant", "layout.zero=1"),
@@ -107,6 +119,8 @@ def test_counts_begin_at_one(benchmark: str, option: str) -> None:
 
 
 ALL = (
+    "attention",
+    "blocks",
     "collectives",
     "train",
     "mixture",
@@ -125,7 +139,7 @@ def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_p
     """Nor is the deck read, which is not there."""
     assert {*ALL} == {*command.commands}
     for benchmark in ALL:
-        deck = () if benchmark in {"collectives", "fp8", "plan"} else ("gone.toml",)
+        deck = () if benchmark in {"attention", "blocks", "collectives", "fp8", "plan"} else ("gone.toml",)
         for option in ("--json", *(["--plot"] if benchmark in {"mup", "rate"} else [])):
             file = tmp_path / "no" / "figures"
             with pytest.MonkeyPatch.context() as patch:
@@ -155,6 +169,12 @@ def _verb(told: list[str], verb: Callable[[World], object], device: str = "auto"
         (("train", "deck.toml", "--against", "ddp"), "--against ddp: requires two ranks or more"),
         (("train", "deck.toml", "--only", "ddp"), "--only ddp: must be deck"),
         (("checkpoint", "deck.toml", "--rounds", "0"), "--rounds"),
+        (
+            ("attention", "--window", "4096"),
+            "--window 4096: must be at least 1 and less than --sequence 4096",
+        ),
+        (("attention", "--kv-heads", "3"), "--kv-heads 3: must divide --heads 8"),
+        (("blocks", "--family", "bert"), "--family bert: must be llama, qwen2, "),
         (("fp8", "--shape", "32x0x64"), "--shape 32x0x64: must be TOKENSxOUTPUTSxINPUTS"),
     ],
 )
