@@ -90,14 +90,15 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
         return SplitPlan({}, (f"the plan of {kind} {reason}",))
     modules = {name: each for name, each in module.named_modules() if name}
     parameters = dict(module.named_parameters())
+    parts = [name for name, each in modules.items() if any(True for _ in each.parameters())]
     styles: dict[str, SplitStyle] = {}
     problems: list[str] = []
     experts = [pattern for pattern, style in model_plan.items() if _LAYER_STYLES.get(style) is SplitExperts]
     for pattern, style in model_plan.items():
         if pattern.rpartition(".")[0] in experts:
             continue  # such plans split each expert; here each expert is on one rank
-        # Patterns for other configurations of the same class match nothing here.
-        names = [name for name in (*modules, *parameters) if matches_pattern(pattern, name)]
+        # Patterns for other configurations of the same class match nothing here, or norms without parameters.
+        names = [name for name in (*parts, *parameters) if matches_pattern(pattern, name)]
         if not names or style in _UNSPLIT:
             continue
         for name in names:
