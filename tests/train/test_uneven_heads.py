@@ -34,6 +34,7 @@ def heads(queries: int, key_values: int, *keys: str) -> tuple[str, ...]:
 
 ON_TWO: dict[str, tuple[str, ...]] = {
     "groups": (*heads(9, 3), *SEQUENCE),
+    "norms": (*heads(9, 3, "model.query_key_norm=all"), *SEQUENCE),
     "plain": (*heads(7, 7), *TENSOR),
     "shared": (*heads(5, 1), *SEQUENCE),
     "gpt2": ("model.heads=5", "model.hidden=40", "model.mlp=48", *TENSOR),
@@ -128,6 +129,7 @@ PADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "bf16": (2, ("precision.compute=bf16",)),
     "fp8": (2, ("precision.compute=fp8", "precision.fp8=row")),
     "muon": (2, ("optimizer.name=muon", "model.tied=false")),
+    "norms": (2, ("model.query_key_norm=all",)),
     "adapters": (2, ("model.adapters.rank=2",)),
     **{
         name: (4, (f"communication.compress={name}", "batch.global_size=16"))

@@ -84,4 +84,6 @@ def initialize(
         if noise_std:
             fill_normal(target, offset, parameter.shard, seed, noise_std)
         if parameter.initial == "ones":
-            target.add_(1.0)
+            ones = target.new_ones(parameter.shard.local)
+            parameter.shard.clear_padding(ones)
+            target.add_(ones.flatten()[offset : offset + target.numel()])
