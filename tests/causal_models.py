@@ -71,6 +71,7 @@ SIZES: Mapping[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "is_decoder": True,
 }
 """Sizes of small models; a model has those whose names its configuration has."""
 
@@ -152,6 +153,13 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
         "rel_extent": 16,
         "n_layers_per_attn_res_block": 1,
     },
+    "roc_bert": {
+        "pronunciation_vocab_size": 20,
+        "pronunciation_embed_dim": 16,
+        "shape_vocab_size": 20,
+        "shape_embed_dim": 16,
+    },
+    "xmod": {"default_language": "en_XX"},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "bailing_hybrid": {**_LATENT, "layer_group_size": 2, "num_expert_group": 1},
     "blt": {

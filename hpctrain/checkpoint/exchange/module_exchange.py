@@ -22,6 +22,7 @@ from hpctrain.checkpoint.exchange.module_tensors import (
     ModuleFolder,
     file_tensors,
     integer_types,
+    parameter_names,
     state_shapes,
 )
 from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
@@ -111,15 +112,6 @@ def open_module_source(path: Path, keys: Mapping[str, Any]) -> ModuleSource:
         integer_types(module),
         model_title(arguments),
     )
-
-
-def parameter_names(module: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter of a module by its first one."""
-    first: dict[nn.Parameter, str] = {}
-    names: dict[str, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(first.setdefault(parameter, name), []).append(name)
-    return names
 
 
 def module_deck(keys: Mapping[str, Any], out: Path, folder: Path) -> Deck:

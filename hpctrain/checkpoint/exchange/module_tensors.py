@@ -39,6 +39,15 @@ def integer_types(module: nn.Module) -> dict[str, torch.dtype]:
     return {dataset: dtype for dataset, dtype in buffers if not dtype.is_floating_point}
 
 
+def parameter_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter of a module by its first one."""
+    first: dict[nn.Parameter, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(parameter, name), []).append(name)
+    return names
+
+
 def file_tensors(module: nn.Module, shapes: Mapping[str, Index]) -> dict[str, AssembledTensor]:
     """Return the tensors of a model's files, made of datasets, as `save_pretrained` writes them.
 
@@ -50,8 +59,11 @@ def file_tensors(module: nn.Module, shapes: Mapping[str, Index]) -> dict[str, As
         HpctrainError: The conversion of this architecture changes tensors in a way that is unsupported.
     """
     state: dict[str, Any] = {}
+    names, tied = parameter_names(module), getattr(module, "all_tied_weights_keys", None) or {}
     for dataset, shape in shapes.items():
-        state[dataset.split("/", 2)[2]] = AssembledTensor.of(dataset, shape)
+        first = dataset.split("/", 2)[2]
+        untied = (name for name in names.get(first, ()) if name not in tied)
+        state[next(untied, first)] = AssembledTensor.of(dataset, shape)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     state = {name: each for name, each in state.items() if name not in ignored}
     try:

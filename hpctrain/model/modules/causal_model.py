@@ -82,7 +82,6 @@ def causal_model_keys(config: Mapping[str, Any], where: str) -> dict[str, object
         module = _build(config, where)
     state = module.state_dict()
     text_config: Any = cast(Any, module).config.get_text_config()
-    length = next((n for n in (getattr(text_config, key, None) for key in _LENGTHS) if _is_size(n)), None)
     keys: dict[str, object] = {
         "model.module": CAUSAL_MODEL,
         "model.arguments": {_CONFIG_KEY: json.dumps(config_of_model(config), separators=(",", ":"))},
@@ -90,7 +89,7 @@ def causal_model_keys(config: Mapping[str, Any], where: str) -> dict[str, object
         "model.plan": MODEL_PLAN if getattr(module, "tp_plan", None) else None,
         "model.buffers": "first" if any(name in state for name, _ in module.named_buffers()) else None,
         "model.vocabulary": getattr(text_config, "vocab_size", None),
-        "batch.sequence": length,
+        "batch.sequence": _longest_sequence(module),
     }
     return {key: value for key, value in keys.items() if value is not None}
 
@@ -200,21 +199,25 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
         raise HpctrainError(f"{where}: model_type = {kind!r}: unknown to {version}{code}")
     names = CLASSES.get(kind, ())
     known = (names,) if isinstance(names, str) else tuple(names)
+    config_class: Any = transformers.CONFIG_MAPPING[kind]
+    modalities = [name for name in config_class.sub_configs if name.startswith(_MODALITIES)]
+    if modalities:
+        text_config = config.get("text_config")
+        text_kind = text_config.get("model_type") if isinstance(text_config, dict) else None
+        text_class = CLASSES.get(text_kind or f"{kind}_text")
+        remedy = f"; use a folder of its language model alone ({text_class})" if text_class else ""
+        message = f"model_type = {kind!r} is a model of images, audio or video, not of text{remedy}"
+        raise HpctrainError(f"{where}: {modalities[0]}: {message}")
     if problem := next(_class_problems(config, known, version), None):
         raise HpctrainError(f"{where}: {problem}")
-    config_class: Any = transformers.CONFIG_MAPPING[kind]
     classes = [config_class, *(getattr(transformers, name) for name in known if hasattr(transformers, name))]
     if problems := list(dict.fromkeys(config_problems(config, classes))):
         raise HpctrainError([f"{where}: {problem}" for problem in problems])
     with transformers_errors(f"{where}: transformers cannot use this configuration", config):
         model_config = config_class.from_dict(_decode_floats(config_of_model(config)))
-        sub_configs = getattr(model_config, "sub_configs", {})
-        modalities = [name for name in sub_configs if name.startswith(_MODALITIES)]
-    if modalities:
-        text_class = CLASSES.get(f"{kind}_text")
-        remedy = f"; use a folder of its language model alone ({text_class})" if text_class else ""
-        message = f"model_type = {kind!r} is a model of images, audio or video, not of text{remedy}"
-        raise HpctrainError(f"{where}: {modalities[0]}: {message}")
+    if getattr(model_config, "add_cross_attention", False) and not config_class().add_cross_attention:
+        message = "the output of an encoder is unsupported; set it to false to train the decoder alone"
+        raise HpctrainError(f"{where}: add_cross_attention = True: {message}")
     if kind in _NOT_CAUSAL:
         raise HpctrainError(f"{where}: model_type = {kind!r}: its predictions depend on later tokens")
     return model_config
@@ -245,6 +248,22 @@ def _class_problems(config: Mapping[str, Any], known: tuple[str, ...], version: 
     tables = [config, *(value for value in config.values() if isinstance(value, dict))]
     if any(table.get("quantization_config") for table in tables):
         yield "quantization_config: quantized weights are unsupported (use the folder in bf16 or fp32)"
+
+
+def _longest_sequence(module: nn.Module) -> int | None:
+    """Return the number of tokens of the longest sequence of a model; None if it has no limit.
+
+    Positions that follow a padding index, as those of RoBERTa, cannot use the embeddings up to this index.
+    """
+    config: Any = cast(Any, module).config.get_text_config()
+    length = next((n for n in (getattr(config, key, None) for key in _LENGTHS) if _is_size(n)), None)
+    if length is None or length == getattr(config, "vocab_size", None):
+        return length
+    embeddings = (each for each in module.modules() if isinstance(each, nn.Embedding))
+    positions = (each for each in embeddings if each.num_embeddings == length)
+    return length - max(
+        (each.padding_idx + 1 for each in positions if each.padding_idx is not None), default=0
+    )
 
 
 def _block_pattern(module: nn.Module) -> str | None:

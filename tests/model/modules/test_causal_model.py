@@ -15,8 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from hpctrain.checkpoint.exchange.by_name import find_name
 from hpctrain.checkpoint.exchange.convert import import_model
-from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder, file_tensors, state_shapes
+from hpctrain.checkpoint.exchange.module_tensors import (
+    ModuleFolder,
+    file_tensors,
+    parameter_names,
+    state_shapes,
+)
 from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
@@ -88,6 +94,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "bert", "architectures": ["BertLMHeadModel"], "num_hidden_layers": 1},
         "is_decoder = False: this BertLMHeadModel is an encoder",
     ),
+    "encoder without its class": (
+        {"model_type": "roberta"},
+        "is_decoder = False: this RobertaForCausalLM is an",
+    ),
+    "bidirectional values of other types": (
+        {"model_type": "gemma4_text", "num_hidden_layers": 1, "use_bidirectional_attention": "all"},
+        "is_causal = False: this Gemma4ForCausalLM is an encoder",
+    ),
+    "cross-attention": (
+        {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "add_cross_attention = True: the output of an encoder is unsupported; set it to false",
+    ),
     "bidirectional": (
         {"model_type": "helium", "num_hidden_layers": 1, "is_causal": False},
         "is_causal = False: this HeliumForCausalLM is an encoder, whose predictions depend on later tokens",
@@ -103,6 +121,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "permuted": ({"model_type": "xlnet", "n_layer": 1}, "attn_type = 'bi': this XLNetLMHeadModel is an enc"),
     "segments": ({"model_type": "cpmant"}, "model_type = 'cpmant': its predictions depend on later tokens"),
+    "vision, whose class for text has the type": (
+        {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
+        r"vision_config: model_type = 'qwen3_5' is a model of images, .* \(Qwen3_5ForCausalLM\)",
+    ),
+    "vision and a language model of another type": (
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
+        r"vision_config: model_type = 'mistral3' .* language model alone \(MistralForCausalLM\)",
+    ),
+    "vision without a language model of its own": (
+        {"model_type": "git", "architectures": ["GitForCausalLM"]},
+        "vision_config: model_type = 'git' is a model of images, audio or video, not of text$",
+    ),
+    "audio": (
+        {"model_type": "phi4_multimodal", "architectures": ["Phi4MultimodalForCausalLM"]},
+        "audio_config: model_type = 'phi4_multimodal' is a model of images, audio or video, not of text$",
+    ),
     "quantized": (
         {"model_type": "helium", "quantization_config": {"bits": 4}},
         "quantization_config: quantized weights are unsupported",
@@ -208,6 +242,16 @@ def test_configurations_of_transformers_have_no_problems(kind: str) -> None:
     assert not [*config_problems(config_class().to_dict(), [config_class, model_class])]
 
 
+@pytest.mark.parametrize(("kind", "length"), [("roberta", 31), ("bert", 32), ("bart", 32)])
+def test_a_sequence_is_as_long_as_the_positions_that_tokens_can_have(kind: str, length: int) -> None:
+    model: Any = tiny_model(kind)
+    keys = causal_model_keys(json.loads(json.dumps(model.config.to_dict())), "config.json")
+    assert keys["batch.sequence"] == length
+    model(input_ids=torch.ones(1, length, dtype=torch.int64), use_cache=False)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.ones(1, length + 1, dtype=torch.int64), use_cache=False)
+
+
 def test_a_size_that_contradicts_the_files_is_one_sentence_with_its_key(folder: Path, world: World) -> None:
     change(folder, intermediate_size=64)
     deck = deck_of(folder)
@@ -279,18 +323,26 @@ def boxes(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, 
     yield (0,) * len(shape), tuple(-(-each // 2) for each in shape)
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "olmo_hybrid", "granitemoeshared", "gpt_neox"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("glm4_moe", "olmo_hybrid", "granitemoeshared", "gpt_neox"),
+        "camembert",  # whose head, which is tied to the embedding, comes first
+    ],
+)
 def test_tensors_of_files_and_of_modules_are_boxes_of_each_other(kind: str, tmp_path: Path) -> None:
     model = tiny_model(kind)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     with torch.device("meta"):
         module = build_causal_model({"config": str(tmp_path)})
     view, state = ModuleFolder(open_folder(tmp_path), module), model.state_dict()
+    aliases = parameter_names(module)
     for name in state_shapes(module):
         own = name.split("/", 2)[2]
+        stored_name = find_name(aliases.get(own, [own]), view) or own
         for start, shape in boxes(tuple(state[own].shape)):
             inside = tuple(slice(first, first + extent) for first, extent in zip(start, shape, strict=True))
-            assert torch.equal(view.read(own, start, shape), state[own][inside]), own
+            assert torch.equal(view.read(stored_name, start, shape), state[own][inside]), own
     files = file_tensors(module, state_shapes(module))
     stored = tensors_of(tmp_path)
     assert files.keys() == stored.keys()
