@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpctrain.checkpoint.agree import first_of
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
