@@ -578,10 +578,44 @@ INLINE int64_t first_key(const Attention *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Scores [ROWS, keys] of a block of queries with the keys from `begin` to `ends`. They are exponents of 2. */
-static void scores(const float *query, const float *key_panels, int width, int begin, int ends, float *into, int keys) {
-    for (int first = begin; first < ends; first += PANEL)
-        product(ROWS, PANEL, width, query, width, 1, key_panels + (size_t)first * width, PANEL, into + first, keys, 0);
+/* Rows of a block of ROWS queries from position `first` on that see one of the keys from `key` to `end`: rows from
+ * `first_row` to `last_row`, exclusive. */
+INLINE int first_row(int64_t first, int64_t key) { return key > first ? (int)(key - first) : 0; }
+INLINE int last_row(const Attention *a, int64_t first, int64_t end) {
+    const int64_t last = end - 1 + a->window - first;
+    return a->window && last < ROWS ? (int)last : ROWS;
+}
+
+/* Scores [ROWS, keys] of a block of queries from `first` on with the keys from `begin` to `ends`. They are exponents
+ * of 2. Tiles of masked scores are left as they are. */
+static void scores(const Attention *a, int first, const float *query, const float *key_panels, int width, int begin,
+                   int ends, float *into, int stride) {
+    for (int key = begin; key < ends; key += PANEL) {
+        const int row = first_row(first, key) / HIGH * HIGH, count = up_to(last_row(a, first, key + PANEL), HIGH) - row;
+        product(count, PANEL, width, query + row * width, width, 1, key_panels + (size_t)key * width, PANEL,
+                into + (size_t)row * stride + key, stride, 0);
+    }
+}
+
+/* Product [ROWS, width] of weights [ROWS, keys] of a block, which are 0 where they are masked, and rows of keys. */
+static void weighted_keys(const Attention *a, int first, const float *weights, int stride, const float *keys, int width,
+                          int ends, float *into) {
+    for (int row = 0; row < ROWS; row += HIGH) {
+        const int begin = (int)first_key(a, first + row), after = first + row + HIGH, end = after < ends ? after : ends;
+        product(HIGH, width, end - begin, weights + (size_t)row * stride + begin, stride, 1, keys + (size_t)begin * width,
+                width, into + row * width, width, 0);
+    }
+}
+
+/* Add to `into` [keys, width] the product of the transposed weights of a block and `rows` [ROWS, width]. */
+static void add_weighted_rows(const Attention *a, int first, const float *weights, int stride, const float *rows,
+                              int width, int begin, int ends, float *into) {
+    for (int key = begin; key < ends; key += HIGH) {
+        const int row = first_row(first, key), count = last_row(a, first, key + HIGH) - row;
+        if (count > 0)
+            product(HIGH, width, count, weights + (size_t)row * stride + key, 1, stride, rows + row * width, width,
+                    into + (size_t)key * width, width, 1);
+    }
 }
 
 /* Return the mask of the columns after `row`, for the vector that starts at `column`. */
@@ -589,6 +623,13 @@ INLINE Ints beyond(int column, int64_t row) {
     Ints lanes;
     for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = column + lane;
     return lanes > (int)row;
+}
+
+/* Return x, for the vector that starts at `column`, or 0 where that is before `lowest` or after `position`. The latter
+ * columns lie at or after `first`. */
+INLINE Floats seen(Floats x, int column, int64_t lowest, int64_t first, int64_t position) {
+    if (column + WIDTH > first) x = chosen(beyond(column, position), all(0), x);
+    return column < lowest ? chosen(beyond(column, lowest - 1), x, all(0)) : x;
 }
 
 /* Return tanh(x) with a relative error of 2e-7. */
@@ -638,9 +679,7 @@ INLINE float powers(float *row, int begin, int ends, int64_t lowest, int64_t fir
         for (int part = 0; part < PARTS; ++part) {
             const int column = j + part * WIDTH;
             Floats p = power_of_2(*(Floats *)(row + column) - *largest);
-            if (column + WIDTH > first) p = chosen(beyond(column, position), all(0), p);
-            if (column < lowest) p = chosen(beyond(column, lowest - 1), p, all(0));
-            *(Floats *)(row + column) = p;
+            *(Floats *)(row + column) = p = seen(p, column, lowest, first, position);
             sum.part[part] += p;
         }
     return total(sum);
@@ -685,7 +724,7 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
                 for (int i = 0; i < count; ++i)
                     read_row(a, q->at + ((first + i) * q->row + batch * q->batch + head * q->head) * size, first + i,
                              query + i * width, 1, a->scale * LOG2_E);
-                scores(query, key_panels, width, begin, ends, chance, stride);
+                scores(a, first, query, key_panels, width, begin, ends, chance, stride);
                 float inverse[ROWS];
                 for (int i = 0; i < ROWS; ++i) {
                     float *row = chance + (size_t)i * stride;
@@ -696,7 +735,7 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
                     inverse[i] = inverse_sum(a, head, whole, largest, &log_sum);
                     if (i < count) log_sums[((batch * a->heads + head) * rows) + first + i] = log_sum;
                 }
-                product(ROWS, width, ends - begin, chance + begin, stride, 1, values + (size_t)begin * width, width, output, width, 0);
+                weighted_keys(a, first, chance, stride, values, width, ends, output);
                 for (int i = 0; i < count; ++i)
                     write_row(a, o->at + ((first + i) * o->row + batch * o->batch + head * o->head) * size, first + i,
                               output + i * width, 0, inverse[i]);
@@ -731,7 +770,6 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
             for (int first = 0; first < rows; first += ROWS) {
                 const int count = rows - first < ROWS ? rows - first : ROWS, ends = up_to(first + count, PANEL);
                 const int begin = (int)first_key(a, first) / PANEL * PANEL;
-                const size_t key_offset = (size_t)begin * width;
                 float delta[ROWS] = {0};
                 memset(query, 0, sizeof(float) * ROWS * width);
                 memset(gradient, 0, sizeof(float) * ROWS * width);
@@ -748,8 +786,8 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                         }
                     delta[i] = total(sum);
                 }
-                scores(query, key_panels, width, begin, ends, chance, stride);
-                scores(gradient, value_panels, width, begin, ends, change, stride);
+                scores(a, first, query, key_panels, width, begin, ends, chance, stride);
+                scores(a, first, gradient, value_panels, width, begin, ends, change, stride);
                 for (int i = 0; i < ROWS; ++i) {
                     float *p = chance + (size_t)i * stride, *c = change + (size_t)i * stride;
                     const float log_sum = i < count ? log_sums[(batch * a->heads + head) * rows + first + i] : INFINITY;
@@ -760,23 +798,21 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                     for (int j = start; j < ends; j += WIDTH) {
                         const Floats score = *(Floats *)(p + j);
                         Floats x = i < count ? power_of_2(score - log_sum) : all(0);
-                        if (j + WIDTH > first) x = chosen(beyond(j, first + i), all(0), x);
-                        if (j < lowest) x = chosen(beyond(j, lowest - 1), x, all(0));
-                        *(Floats *)(p + j) = x;
                         Floats slope = x * (*(Floats *)(c + j) - delta[i]);
                         if (a->cap) {
                             const Floats tanh_value = score / (a->cap * LOG2_E);
                             slope *= 1.0f - tanh_value * tanh_value;
                         }
-                        *(Floats *)(c + j) = slope;
+                        *(Floats *)(p + j) = seen(x, j, lowest, first, first + i);
+                        *(Floats *)(c + j) = seen(slope, j, lowest, first, first + i);
                     }
                 }
-                product(ROWS, width, ends - begin, change + begin, stride, 1, plain + key_offset, width, output, width, 0);
+                weighted_keys(a, first, change, stride, plain, width, ends, output);
                 for (int i = 0; i < count; ++i)
                     write_row(a, dq->at + ((first + i) * dq->row + batch * dq->batch + head * dq->head) * size, first + i,
                               output + i * width, 1, a->scale);
-                product(ends - begin, width, ROWS, change + begin, 1, stride, query, width, key_sum + key_offset, width, 1);
-                product(ends - begin, width, ROWS, chance + begin, 1, stride, gradient, width, value_sum + key_offset, width, 1);
+                add_weighted_rows(a, first, change, stride, query, width, begin, ends, key_sum);
+                add_weighted_rows(a, first, chance, stride, gradient, width, begin, ends, value_sum);
             }
         for (int row = 0; row < rows; ++row) {
             write_row(a, dk->at + (row * dk->row + batch * dk->batch + group * dk->head) * size, row, key_sum + (size_t)row * width, 1, LN_2);

@@ -296,6 +296,38 @@ def test_memory_is_as_told(compiled: CompiledFunctions) -> None:
         assert told == workspace_floats(rows, head)
 
 
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 1, 33, 100])
+def test_scores_of_masked_tiles_are_not_read(
+    compiled: CompiledFunctions, monkeypatch: pytest.MonkeyPatch, window: int, cap: float
+) -> None:
+    """They are not computed, and their memory is filled with NaN here."""
+    inputs, weight = [random(150, 1, 2, 20, seed=seed) for seed in range(3)], random(150, 1, 2, 20, seed=3)
+
+    def attend(*operands: Tensor) -> Tensor:
+        return compiled.attend(AttentionInputs(*operands), AttentionRule(0.3, window, cap))
+
+    expected = derived(attend, inputs, weight)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: empty(*sizes, **options).fill_(torch.nan))
+    assert all(map(torch.equal, derived(attend, inputs, weight), expected))
+
+
+def test_a_query_is_computed_only_with_keys_near_its_window(compiled: CompiledFunctions) -> None:
+    """A key that is NaN spoils the queries of the tiles of 8 rows that see it, and no others."""
+    query, key, value = (random(256, 1, 1, 16, seed=seed) for seed in range(3))
+    key[100], window = math.nan, 32
+    result = compiled.attend(AttentionInputs(query, key, value), AttentionRule(0.3, window))
+    value[100] = math.nan
+    spoiled = compiled.attend(
+        AttentionInputs(query, random(256, 1, 1, 16), value), AttentionRule(0.3, window)
+    )
+    for each in (result, spoiled):
+        finite = each.flatten(1).isfinite().all(1)
+        assert not finite[100 : 100 + window].any()
+        assert finite[:96].all() and finite[100 + window + 8 :].all()
+
+
 def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledFunctions) -> None:
     assert agrees(compiled)
     assert agrees(TORCH)
