@@ -1,9 +1,10 @@
-"""Keys of a config.json whose sizes contradict the tensors of its folder."""
+"""Keys of a config.json that contradict the tensors of its folder."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import EXPERTS, Config
@@ -12,7 +13,18 @@ from hpctrain.checkpoint.exchange.safetensors_folder import Described
 from hpctrain.model.shape import ModelShape
 
 _LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
+_HEAD_KEYS = ("num_attention_heads", "num_key_value_heads")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+
+
+_FLAGGED_TENSORS: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {
+        "attention_bias": re.compile(r"att.*\.bias$"),
+        "mlp_bias": re.compile(r"mlp.*\.bias$"),
+        "query_key_norm": re.compile(r"(q|k)_(layer)?norm"),
+    }
+)
+"""Names in files of the tensors that a key of [model] switches on."""
 
 
 def size_text(key: str, value: int, config: Config) -> str:
@@ -25,7 +37,7 @@ def likely_cause(
     config: Config,
     architecture: HuggingFaceArchitecture,
     shape: ModelShape,
-    expected: Iterable[Counterpart],
+    expected: Collection[Counterpart],
     stored: Mapping[str, Described],
 ) -> str:
     """Return the key of a config.json that contradicts its folder, as the end of a message; "" if unknown.
@@ -53,8 +65,22 @@ def likely_cause(
         different = {own for own, its in zip(tensor.shape, held.shape, strict=True) if own != its}
         for key, value, result in _sizes(tensor.parts[0].dataset, architecture, shape):
             if result in different:
-                return f", where {size_text(key, value, config)}"
-        break
+                further = ["head_dim"] if key in _HEAD_KEYS and config.get("head_dim") is not None else []
+                sizes = [size_text(key, value, config), *(f"{each} = {config[each]!r}" for each in further)]
+                return f", where {' and '.join(sizes)}"
+        return ""
+    return _switch(config, architecture, stored.keys() ^ {tensor.name for tensor in expected})
+
+
+def _switch(config: Config, architecture: HuggingFaceArchitecture, tensors: Collection[str]) -> str:
+    """Return the key that explains tensors which only the files or only the model have; "" if unknown."""
+    keys = {key.deck_key: key.name for key in architecture.files.keys}
+    if len(architecture.files.attention_biases) > 1:
+        keys.setdefault("attention_bias", "attention_bias")
+    for deck_key, pattern in _FLAGGED_TENSORS.items():
+        key = keys.get(deck_key)
+        if key in config and any(pattern.search(name) for name in tensors):
+            return f", where {key} = {config[key]!r}"
     return ""
 
 

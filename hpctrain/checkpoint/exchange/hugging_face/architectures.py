@@ -9,6 +9,7 @@ matrix for each expert, while one tensor holds those of all experts here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -299,6 +300,20 @@ def architecture_of(config: Mapping[str, Any], where: str) -> HuggingFaceArchite
     return architecture
 
 
+def _is_model_type(value: object) -> bool:
+    """Return True for a `model_type` of `transformers`, and for a value that is no string.
+
+    Files with another string exist, such as "kimi_k2" for DeepSeek-V3, and come with code of their own.
+    """
+    if not isinstance(value, str) or value in {each.model_type for each in LANGUAGE_MODELS}:
+        return True
+    with suppress(ImportError):
+        from transformers import CONFIG_MAPPING
+
+        return value in CONFIG_MAPPING
+    return False
+
+
 def native_architecture(config: Mapping[str, Any], where: str) -> HuggingFaceArchitecture | None:
     """Return the architecture that a config.json names; None if it is none of `ARCHITECTURES`.
 
@@ -319,9 +334,9 @@ def native_architecture(config: Mapping[str, Any], where: str) -> HuggingFaceArc
     known = next((each for name, each in ARCHITECTURES.items() if names == [name]), None)
     if known is None:
         return None
-    other_types = {each.model_type for each in LANGUAGE_MODELS} - {known.model_type}
-    if config.get("model_type") in other_types:
-        value = f"model_type = {config['model_type']!r}"
+    model_type = config.get("model_type")
+    if model_type not in (None, known.model_type) and _is_model_type(model_type):
+        value = f"model_type = {model_type!r}"
         raise HpctrainError(f"{where}: {value}: contradicts architectures = {names!r}")
     layered = known.files.layered_architecture
     if "layer_types" in config and layered:
