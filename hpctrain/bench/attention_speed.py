@@ -26,7 +26,7 @@ from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.operations import AttentionSize
 from hpctrain.plan.calibrate.decks import SMALL, of_sizes
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.memory_demand import require_memory
 from hpctrain.text import counted, table
 from hpctrain.units import format_seconds
 
@@ -112,7 +112,7 @@ def bench_attention(world: World, options: AttentionBenchOptions, rounds: int, o
         size = options.window_size()
     needed = _TENSORS * 4 * options.sequence * options.heads * options.head_size
     place = f"--sequence {options.sequence}"
-    demand_room(
+    require_memory(
         world, Machine(), place, used_bytes(world.device) + needed, lambda _: "use a shorter sequence"
     )
     torch.set_num_threads(1)

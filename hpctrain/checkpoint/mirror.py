@@ -58,7 +58,7 @@ class Mirror:
         mine = SlotContents.of(entries).room(told if world.rank == 0 else {})
         self._sizes: list[int] = self._group.all_gather_object(mine)
         self._to, self._from = neighbour_ranks(nodes, world.rank)
-        _demand_room(world, 2 * sum(self._sizes[rank] for rank in (world.rank, *self._from)))
+        _require_memory(world, 2 * sum(self._sizes[rank] for rank in (world.rank, *self._from)))
         with together(self._group):
             if world.rank == 0:
                 announce(self.token)
@@ -218,7 +218,7 @@ def _shares(memory: Memory, number: int, count: int) -> list[torch.Tensor]:
     return [whole[begin : min(last, begin + _MESSAGE_BYTES)] for begin in range(first, last, _MESSAGE_BYTES)]
 
 
-def _demand_room(world: World, needed: int) -> None:
+def _require_memory(world: World, needed: int) -> None:
     """HpctrainError on all ranks where those of a node need more of its /dev/shm than is free. Collective."""
     here = world.everyone.all_gather_object((world.node, needed))
     total = sum(size for node, size in here if node == world.node)

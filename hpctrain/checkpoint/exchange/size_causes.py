@@ -78,7 +78,7 @@ def _switch(config: Config, architecture: HuggingFaceArchitecture, tensors: Coll
     if len(architecture.files.attention_biases) > 1:
         keys.setdefault("attention_bias", "attention_bias")
     for deck_key, pattern in _FLAGGED_TENSORS.items():
-        key = keys.get(deck_key)
+        key = keys.get(deck_key, "")
         if key in config and any(pattern.search(name) for name in tensors):
             return f", where {key} = {config[key]!r}"
     return ""
