@@ -256,7 +256,8 @@ def _longest_sequence(module: nn.Module) -> int | None:
     Positions that follow a padding index, as those of RoBERTa, cannot use the embeddings up to this index.
     """
     config: Any = cast(Any, module).config.get_text_config()
-    length = next((n for n in (getattr(config, key, None) for key in _LENGTHS) if _is_size(n)), None)
+    lengths = (getattr(config, key, None) for key in _LENGTHS)
+    length: int | None = next((each for each in lengths if _is_size(each)), None)
     if length is None or length == getattr(config, "vocab_size", None):
         return length
     embeddings = (each for each in module.modules() if isinstance(each, nn.Embedding))
