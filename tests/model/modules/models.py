@@ -215,8 +215,30 @@ class SharedExperts(nn.Module):
         return (torch.einsum("ebsn,ehn->bsh", active, self.down),)
 
 
+class ExpertsWithIdentities(nn.Module):
+    """Experts of which the last ones return their input. The first tensor has a row for these, too."""
+
+    def __init__(self, hidden: int, experts: int, identities: int) -> None:
+        super().__init__()
+        self.num_routed_experts, self.total_experts = experts, experts + identities
+        self.identity_expert = nn.Identity()
+        self.up = nn.Parameter(torch.randn(experts + identities, 2 * hidden, hidden) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, hidden, 2 * hidden) * 0.2)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():
+            assert expert < self.total_experts
+            rows, places = torch.where(chosen == expert)
+            value = self.identity_expert(tokens[rows])
+            if expert < self.num_routed_experts:
+                value = functional.gelu(value @ self.up[expert].t()) @ self.down[expert].t()
+            result = result.index_add(0, rows, value * weights[rows, places, None])
+        return result
+
+
 class Latent(nn.Module):
-    """Latent attention, and a sum of sorted experts and of shared experts."""
+    """Latent attention, and a sum of sorted experts, shared experts, and experts that tokens choose."""
 
     def __init__(self, hidden: int, heads: int, experts: int) -> None:
         super().__init__()
@@ -226,6 +248,8 @@ class Latent(nn.Module):
         self.router = nn.Linear(hidden, 2 * experts)
         self.experts = SortedExperts(hidden, experts)
         self.shared = SharedExperts(hidden, experts)
+        self.choices = nn.Linear(hidden, experts + 3)
+        self.chosen = ExpertsWithIdentities(hidden, experts, 3)
         self.head = nn.Linear(hidden, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -235,6 +259,8 @@ class Latent(nn.Module):
         gates, scores = torch.sigmoid(self.router(y)).chunk(2, -1)
         rows = (y * scores.movedim(-1, 0)[..., None]).reshape(-1, y.shape[-1])
         x = x + self.experts(rows).view(-1, *y.shape).sum(0) + self.shared(y, gates={"experts": gates})[0]
+        weights, chosen = self.choices(y).softmax(-1).flatten(0, 1).topk(2)
+        x = x + self.chosen(y.flatten(0, 1), chosen, weights).view_as(y)
         return self.head(x)
 
 

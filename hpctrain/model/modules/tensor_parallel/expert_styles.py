@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -29,14 +30,15 @@ class ExpertStyle(SplitStyle):
 
     covers_parameters = splits_parameters = has_whole_sequences = True
 
+    @staticmethod
+    @abstractmethod
+    def expert_count(part: nn.Module) -> int | None:
+        """Return the number of experts of a submodule, or None if the style does not support it."""
+
     @override
     def _module_problems(self, part: nn.Module, name: str, ranks: int) -> Iterator[str]:
-        count = getattr(part, "num_experts", None)
-        if (
-            not self.supports_call(part)
-            or not isinstance(count, int)
-            or not all(parameter.shape[0] == count for parameter in part.parameters())
-        ):
+        count = self.expert_count(part)
+        if count is None:
             kind, remedy = type(part).__name__, 'use "column" and "row" for experts that are separate layers'
             yield (
                 f'{name} has the class {kind}, for which "{self.name}" is unsupported (it supports '
@@ -45,53 +47,106 @@ class ExpertStyle(SplitStyle):
         elif count % ranks:
             yield f"{name} has {count} experts, which must be a multiple of layout.tensor = {ranks}"
 
-    @staticmethod
-    def supports_call(part: nn.Module) -> bool:
-        """Return True if the experts take the arguments that the style expects."""
-        raise NotImplementedError
-
     def _split_parameters(self, split: ModuleSplit, name: str) -> Partition:
-        """Replace the parameters of experts by those of this rank's experts, and return which these are."""
-        part: Any = split.module.get_submodule(name)
-        rows = Partition.split(part.num_experts, split.layer_context.tensor)
+        """Replace the parameters of experts by those of this rank's experts, and return which these are.
+
+        If a parameter has further rows, which no expert uses, the last rank holds them. On other ranks they
+        are padding.
+        """
+        part, tensor = split.module.get_submodule(name), split.layer_context.tensor
+        count = self.expert_count(part)
+        assert count is not None
+        rows = Partition.split(count, tensor)
         for attribute, original in list(part.named_parameters(recurse=False)):
-            shard = split_shard(split.names[original], rows, *original.shape[1:])
+            piece, further = rows, original.shape[0] - count
+            if further:
+                local = rows.local + further
+                unpadded = local if tensor.rank == tensor.size - 1 else rows.local
+                piece = Partition(count + further, rows.start, local, unpadded_local=unpadded)
+            shard = split_shard(f"{name}.{attribute}", piece, *original.shape[1:])
             split.replace_parameter(f"{name}.{attribute}", shard)
-        part.num_experts = rows.local
         return rows
 
 
-class SplitExperts(ExpertStyle):
-    """Experts of `transformers` that take all tokens, and the experts and weights of each token.
+class RoutedExpertStyle(ExpertStyle):
+    """Style of experts that take all tokens, and the experts and weights of each token.
 
-    Each rank computes its experts' terms of the result for all tokens. The ranks sum them. With
-    `_is_expert_parallel`, a module of `transformers` skips tokens whose expert has an index above its own.
+    Each rank computes its experts' terms of the result for all tokens. The ranks sum them.
+    """
+
+    def _sum_results(self, split: ModuleSplit, name: str, first: int, held: int, skipped: int) -> None:
+        """Let calls of experts return the sum of the results of all ranks.
+
+        Args:
+            split: State of splitting the module.
+            name: Name of the experts.
+            first: First expert of this rank.
+            held: Number of experts of this rank.
+            skipped: Index, among this rank's experts, of what contributes nothing with a weight of 0.
+        """
+        part = split.module.get_submodule(name)
+        layer_context, tensor, forward = split.context_of(name), split.layer_context.tensor, part.forward
+
+        def sum_of_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            """Return the sum of all ranks' experts for tokens [n, h], with experts and weights [n, k]."""
+            hidden, weights = enter_split_all(layer_context, hidden_states, top_k_weights)
+            local = top_k_index - first
+            remote = (local < 0) | (local >= held)
+            result = forward(hidden, local.masked_fill(remote, skipped), weights.masked_fill(remote, 0.0))
+            # Backward reaches all of these on ranks without a token, too, so that all sum in one order.
+            return sum_results(tensor, result, hidden, weights, *part.parameters())
+
+        set_forward(part, sum_of_experts)
+
+
+class SplitExperts(RoutedExpertStyle):
+    """Experts of `transformers` in tensors whose first dim has the experts.
+
+    With `_is_expert_parallel`, a module of `transformers` skips tokens whose expert has an index above its
+    own.
     """
 
     name = "expert"
 
     @override
     @staticmethod
-    def supports_call(part: nn.Module) -> bool:
-        return hasattr(part, "_is_expert_parallel")
+    def expert_count(part: nn.Module) -> int | None:
+        return _experts_of_first_dim(part) if hasattr(part, "_is_expert_parallel") else None
 
     @override
     def apply(self, split: ModuleSplit, name: str) -> None:
         part: Any = split.module.get_submodule(name)
-        layer_context, tensor = split.context_of(name), split.layer_context.tensor
-        rows, forward = self._split_parameters(split, name), part.forward
-        part._is_expert_parallel = True
+        rows = self._split_parameters(split, name)
+        part.num_experts, part._is_expert_parallel = rows.local, True
+        self._sum_results(split, name, rows.start, rows.local, rows.local)
 
-        def sum_of_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            """Return the sum of all ranks' experts for tokens [n, h], with experts and weights [n, k]."""
-            hidden, weights = enter_split_all(layer_context, hidden_states, top_k_weights)
-            local = top_k_index - rows.start
-            remote = (local < 0) | (local >= rows.local)
-            result = forward(hidden, local.masked_fill(remote, rows.local), weights.masked_fill(remote, 0.0))
-            # Backward reaches all of these on ranks without a token, too, so that all sum in one order.
-            return sum_results(tensor, result, hidden, weights, *part.parameters())
 
-        set_forward(part, sum_of_experts)
+class SplitExpertsWithIdentities(RoutedExpertStyle):
+    """Experts of which the last ones return their input, as in LongCat-Flash.
+
+    These have no parameters. The last rank computes them.
+    """
+
+    name = "expert with identities"
+
+    @override
+    @staticmethod
+    def expert_count(part: nn.Module) -> int | None:
+        if not hasattr(part, "identity_expert"):
+            return None
+        count, total = (getattr(part, name, None) for name in ("num_routed_experts", "total_experts"))
+        fits = all(parameter.shape[0] in {count, total} for parameter in part.parameters())
+        return count if isinstance(count, int) and isinstance(total, int) and fits else None
+
+    @override
+    def apply(self, split: ModuleSplit, name: str) -> None:
+        part: Any = split.module.get_submodule(name)
+        tensor, identities = split.layer_context.tensor, part.total_experts - part.num_routed_experts
+        rows = self._split_parameters(split, name)
+        held = rows.local + (identities if tensor.rank == tensor.size - 1 else 0)
+        # Tokens of other ranks' experts go to one more identity, with a weight of 0.
+        part.num_routed_experts, part.total_experts = rows.local, rows.local + identities + 1
+        self._sum_results(split, name, rows.start, held, rows.local + identities)
 
 
 class SplitSortedExperts(ExpertStyle):
@@ -104,14 +159,14 @@ class SplitSortedExperts(ExpertStyle):
 
     @override
     @staticmethod
-    def supports_call(part: nn.Module) -> bool:
-        return len(signature(part.forward).parameters) == 1
+    def expert_count(part: nn.Module) -> int | None:
+        return _experts_of_first_dim(part) if len(signature(part.forward).parameters) == 1 else None
 
     @override
     def apply(self, split: ModuleSplit, name: str) -> None:
-        part, tensor = split.module.get_submodule(name), split.layer_context.tensor
-        self._split_parameters(split, name)
-        forward = part.forward
+        part: Any = split.module.get_submodule(name)
+        part.num_experts = self._split_parameters(split, name).local
+        forward, tensor = part.forward, split.layer_context.tensor
 
         def gathered_experts(hidden_states: Tensor) -> Tensor:
             """Return the results of all ranks' experts for rows [experts * n, h] in the order of experts."""
@@ -145,3 +200,10 @@ class SummedResult(SplitStyle):
             return map_leaves(result, lambda leaf: sum_results(tensor, leaf, *entered, *part.parameters()))
 
         set_forward(part, sum_of_ranks)
+
+
+def _experts_of_first_dim(part: nn.Module) -> int | None:
+    """Return the number of experts of a submodule if it is the first dim of all its parameters."""
+    count = getattr(part, "num_experts", None)
+    fits = all(parameter.shape[0] == count for parameter in part.parameters())
+    return count if isinstance(count, int) and fits else None

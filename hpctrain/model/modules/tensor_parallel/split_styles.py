@@ -13,6 +13,7 @@ applied to (`problems`), and how it changes the module (`apply`).
 | `Vocabulary` | vocabulary | embedding, output layer | rows of the table, which both may share |
 | `SplitExperts` | expert | experts of `transformers` | some of the experts; outputs are summed |
 | `SplitSortedExperts` | sorted expert | experts of Llama 4 | some of the experts; outputs are gathered |
+| `SplitExpertsWithIdentities` | expert with identities | experts of LongCat-Flash | as `SplitExperts` |
 | `SplitParameter` | split parameter | parameter of a submodule | a slice along one dim, as of sinks |
 | `SummedResult` | sum | submodule with such parameters | outputs are summed |
 | `PartialGradient` | partial | unsplit parameters | all, with a part of the gradient |
@@ -44,6 +45,7 @@ from hpctrain.model.modules.tensor_parallel.activation_collectives import (
 )
 from hpctrain.model.modules.tensor_parallel.expert_styles import (
     SplitExperts,
+    SplitExpertsWithIdentities,
     SplitSortedExperts,
     SummedResult,
 )
@@ -481,7 +483,7 @@ STYLES: Mapping[str, type[SplitStyle]] = {
         *(Column, Row, GatheredColumn, RowOfAllFeatures, RowWithSplitOutput, Vocabulary),
         *(SplitParameter, PartialGradient, PartialFeatures, SequenceGradient, GatheredInput),
         *(SlicedSequence, GatheredSequence, DividedAttribute),
-        *(SplitExperts, SplitSortedExperts, SummedResult),
+        *(SplitExperts, SplitSortedExperts, SplitExpertsWithIdentities, SummedResult),
     )
 }
 """All styles by their name in `model.plan`."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from hpctrain.model.modules.tensor_parallel.expert_styles import (
     SplitExperts,
+    SplitExpertsWithIdentities,
     SplitSortedExperts,
     SummedResult,
 )
@@ -46,6 +47,9 @@ _LAYER_STYLES: Mapping[str, type[SplitStyle]] = {
     "all_reduce": SummedResult,
 }
 """Style of a submodule, by its style in `transformers`."""
+
+_EXPERT_STYLES = (SplitExperts, SplitSortedExperts, SplitExpertsWithIdentities)
+"""Styles of experts in tensors with an expert in each row, by the form of their calls."""
 
 _SPLIT_DIMS: Mapping[str, int] = {"colwise": -2, "rowwise": -1}
 """Dim of a parameter without a layer that ranks split, by its style in `transformers`."""
@@ -109,6 +113,8 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
             if made is None:
                 problems.append(f'{kind} has the unsupported style "{style}" for {pattern} in its plan')
                 break
+            if made == PartialGradient() and name in modules and not [*modules[name].parameters()]:
+                continue  # a norm without a scale
             styles[name] = made
     for pattern, correction in _CORRECTIONS.get(kind, {}).items():
         names = [name for name in (*modules, *parameters) if matches_pattern(pattern, name)]
@@ -139,8 +145,9 @@ def _module_style(
     if kind is PartialFeatures:
         shared = getattr(modules.get(parent), _ROTARY_SIZE, None)
         return None if shared is None else PartialFeatures(shared)
-    if kind is SplitExperts and SplitSortedExperts.supports_call(part):
-        return SplitSortedExperts()
+    if kind is SplitExperts:
+        fitting = (each for each in _EXPERT_STYLES if each.expert_count(part) is not None)
+        return next(fitting, SplitExperts)()
     if kind is GatheredColumn and part is getattr(module, "get_output_embeddings", lambda: None)():
         return Vocabulary()
     if kind is not Column or (linear := LinearSizes.of(part)) is None:
@@ -171,11 +178,14 @@ def _implied_styles(
             yield name, Vocabulary()
     for name, style in styles.items():
         parent, _, last = name.rpartition(".")
-        if last == "k_proj" and isinstance(style, Column) and style.unit is not None:
+        groups = getattr(modules.get(parent), _HEAD_GROUPS, None)
+        # Attention without key heads of its own uses those of another block.
+        source = "k_proj" if f"{parent}.k_proj" in modules else "q_proj"
+        if last == source and isinstance(style, Column) and style.unit and isinstance(groups, int):
             linear = LinearSizes.of(modules[name])
             assert linear is not None
-            units = linear.outputs // style.unit
-            if units < ranks and isinstance(getattr(modules[parent], _HEAD_GROUPS, None), int):
+            units = linear.outputs // style.unit // (1 if source == "k_proj" else groups)
+            if units < ranks:
                 yield f"{parent}.{_HEAD_GROUPS}", DividedAttribute(units=units)
         queries = f"{parent}.q_proj"
         if isinstance(style, PartialFeatures) and queries in modules and queries not in styles:

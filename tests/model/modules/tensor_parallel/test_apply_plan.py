@@ -159,6 +159,7 @@ LATENT_PLAN = {
     "shared.up": {"split": "split parameter", "dim": 1},
     "shared.down": {"split": "split parameter", "dim": 2},
     "shared.slope": "partial",
+    "chosen": "expert with identities",
 }
 
 KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {

@@ -22,6 +22,7 @@ from hpctrain.model.modules.tensor_parallel.split_styles import (
     Row,
     RowWithSplitOutput,
     SplitExperts,
+    SplitExpertsWithIdentities,
     SplitParameter,
     SplitSortedExperts,
     SummedResult,
@@ -251,7 +252,7 @@ def plan_of_transformers(
     kind = getattr(transformers, name)
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     with torch.device("meta"):
-        module = kind(kind.config_class(**sizes, **config))
+        module = kind(kind.config_class(**sizes | config))
     return transformers_plan(module, ranks, pieces)
 
 
@@ -363,6 +364,34 @@ def test_experts_of_llama_4_take_sorted_rows() -> None:
     made = plan_of_transformers("Llama4ForCausalLM", HEADS | {"head_dim": 4, "num_local_experts": 4})
     assert made.problems == ()
     assert made.styles["model.layers.0.feed_forward.experts"] == SplitSortedExperts()
+
+
+def test_identities_are_no_experts_that_ranks_split() -> None:
+    sizes = LATENT | {"zero_expert_num": 3, "expert_ffn_hidden_size": 16, "num_hidden_layers": 2}
+    made = plan_of_transformers("LongcatFlashForCausalLM", sizes)
+    assert made.problems == ()
+    assert made.styles["model.layers.0.mlp.experts"] == SplitExpertsWithIdentities()
+    (problem,) = plan_of_transformers("LongcatFlashForCausalLM", sizes | {"n_routed_experts": 5}).problems
+    assert (
+        problem == "model.layers.0.mlp.experts has 5 experts, which must be a multiple of layout.tensor = 2"
+    )
+
+
+def test_attention_with_the_keys_of_another_block_divides_them_too() -> None:
+    """Norms without a scale have no style, although plans name them."""
+    sizes = {
+        **HEADS,
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "pad_token_id": 0,
+    }
+    made = plan_of_transformers("Gemma3nForCausalLM", sizes, ranks=4)
+    attention = [f"model.layers.{number}.self_attn" for number in range(4)]
+    assert made.problems == ()
+    assert f"{attention[3]}.k_proj" not in made.styles and f"{attention[0]}.v_norm" not in made.styles
+    assert all(made.styles[f"{each}.num_key_value_groups"] == DividedAttribute(units=2) for each in attention)
 
 
 def test_a_wrong_plan_of_transformers_is_corrected() -> None:
