@@ -34,7 +34,7 @@ Imported and exported weights have the same bits, and greedy text is the same.
 Encoders such as BERT are trained as decoders if `config.json` has `"is_decoder": true`.
 Without it, they are refused. Further types of this kind have passed the same tests once:
 `bert-generation`, `big_bird`, `data2vec-text`, `ernie`, `megatron-bert`, `rembert`,
-`roberta-prelayernorm`, `xlm-roberta` and `xlm-roberta-xl`.
+`roberta-prelayernorm`, `roc_bert`, `xlm-roberta` and `xlm-roberta-xl`.
 
 Models of images, audio or video are refused. Most of them have a language model that can be trained in
 [a folder of its own](../tasks/hugging-face.md#models-of-images-and-text).

@@ -155,6 +155,15 @@ class ReplacementLinear(SplitLinear):
             forward(x) if self.sequence_group is None else transpose_sequence(forward(transpose_sequence(x)))
         )
 
+    @override
+    def _multiply(
+        self, x: Tensor, bias: Tensor | None, sequence_group: Group | None, training: bool
+    ) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
+        output, saved, inner = super()._multiply(x, bias, sequence_group, training)
+        if output._is_view():  # torch refuses to change views of autograd functions in place
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        return output, saved, inner
+
     def on_backward(self) -> None:
         """Raise HpctrainError in a backward pass inside the module, which would add to gradients, too."""
         if not self.layer_context.weight_gradients.running or torch.is_grad_enabled():

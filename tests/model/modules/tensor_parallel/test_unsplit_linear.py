@@ -45,7 +45,8 @@ class Field(nn.Module):
         self.again = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        moved = self.again(x.tanh()) + functional.linear(x, self.again.weight)
+        moved = self.again(x.tanh())
+        moved += functional.linear(x, self.again.weight)  # in place in the output of a layer
         if not self.forces:
             return x - 0.3 * self.down(torch.sin(self.up(x))).square().sum(-1, keepdim=True) + moved
         with torch.enable_grad():
