@@ -11,7 +11,7 @@ from hpctrain.checkpoint.entries import master_entries, training_entries
 from hpctrain.checkpoint.exchange.by_name import load_by_name
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import ROUTER_BIAS
-from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder
+from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder, parameter_names
 from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder
 from hpctrain.checkpoint.exchange.source import load_source, training_note
 from hpctrain.comm.world import World
@@ -22,7 +22,6 @@ from hpctrain.errors import HpctrainError
 from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
-from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.shape import ModelShape
 from hpctrain.text import counted
 
@@ -91,8 +90,8 @@ def _modules_note(shape: ModelShape, source: ModelShape) -> str:
 def _start_module(path: Path, engine: Engine) -> str:
     """The same of a module that users bring, whose parameters and buffers have the same names there."""
     buffers = training_entries(tensor for tensor in engine.stage.state() if tensor.kind == BUFFER)
-    parts = [part for part in engine.stage.models if isinstance(part, ModulePart)]
-    names = {own.shard.name: known for part in parts for own, known in part.names.items()}
+    assert isinstance(engine.architecture, ModuleArchitecture)
+    names = parameter_names(engine.architecture.shared_on_meta())
     entries = [*master_entries(engine.stage.state()), *buffers]
     left = load_by_name(path, engine.world, entries, names, _folder_view(engine))
     engine.stage.optimizer.publish()

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from hpctrain.checkpoint.agree import first_of, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder
 from hpctrain.checkpoint.exchange.safetensors_folder import (
+    CONFIG,
     INDEX,
     PICKLES,
     SINGLE,
@@ -47,15 +49,17 @@ def load_by_name(
         path: Folder of safetensors, or checkpoint (.h5).
         world: The ranks.
         entries: Datasets `/model/<name>` and `/buffer/<name>` to fill.
-        names: All names of a parameter, by the first one. A folder may have it under any of them.
+        names: All names of each parameter of the module, by the first one; equal on all ranks. A folder may
+            have a parameter under any of them.
         view: Function that turns the folder into one with the module's own tensors; None if it has these.
 
     Returns:
-        A note on tensors of the folder that no entry reads; "" if there are none.
+        A note on tensors of the folder that the module does not have; "" if there are none.
 
     Raises:
-        HpctrainError: Tensors are missing or have other shapes. Among others as in `open_values` and
-            `checkpoint.read.load`. All ranks raise the same error.
+        HpctrainError: Tensors are missing, have other shapes, or are unknown to a model of `transformers`, or
+            one parameter has several values. Among others as in `open_values` and `checkpoint.read.load`.
+            All ranks raise the same error.
     """
     if path.suffix == ".h5":
         structure = examine(path, world.everyone)
@@ -71,6 +75,9 @@ def load_by_name(
         folder = folder if view is None else view(folder)
         found = {each.dataset: find_name(_names(each, names), folder) for each in entries}
         problems = list(dict.fromkeys(_problems(entries, found, folder)))
+        if isinstance(folder, ModuleFolder):
+            unknown, ignored = folder.unknown_tensors()
+            problems += unknown
         if problems and view is not None:  # one value of a config.json can change all shapes
             raise first_of(problems)
         if problems:
@@ -78,15 +85,21 @@ def load_by_name(
             raise HpctrainError(
                 problems[:_MOST_PROBLEMS] + [f"{path}: and {counted(more, 'more problem')}"] * (more > 0)
             )
+        require_equal_copies(folder, names, world.rank, world.size)
         for entry in entries:
             _fill(entry, found[entry.dataset] or "", folder)
+    if isinstance(folder, ModuleFolder):
+        return ignored_note(ignored)
     local_names = {name for entry in entries for name in _names(entry, names)}
-    unread = sorted(set(folder.tensors) - set().union(*world.everyone.all_gather_object(local_names)))
-    return (
-        f"{counted(len(unread), 'tensor')} without a counterpart ignored ({', '.join(unread[:3])})"
-        if unread
-        else ""
+    return ignored_note(
+        sorted(set(folder.tensors) - set().union(*world.everyone.all_gather_object(local_names)))
     )
+
+
+def ignored_note(names: Sequence[str]) -> str:
+    """Return a note about tensors of a folder that a module does not have; "" if there are none."""
+    listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    return f"{counted(len(names), 'tensor')} without a counterpart ignored ({listed})" if names else ""
 
 
 def open_values(path: Path) -> TensorFolder:
@@ -131,6 +144,48 @@ def _names(entry: TensorRange, names: Mapping[str, Sequence[str]]) -> Sequence[s
 def find_name(names: Sequence[str], folder: TensorFolder) -> str | None:
     """Return the first of a tensor's names under which a folder has it; None if there is none."""
     return next((name for name in names if name in folder.tensors), None)
+
+
+def require_equal_copies(
+    folder: TensorFolder, names: Mapping[str, Sequence[str]], rank: int, ranks: int
+) -> None:
+    """Compare the tensors that a folder has under several names of one parameter. Local.
+
+    Args:
+        folder: The folder.
+        names: All names of each parameter of the module, by the first one.
+        rank: Rank that calls this, which compares every `ranks`-th piece.
+        ranks: Number of ranks that share the pieces.
+
+    Raises:
+        HpctrainError: They differ.
+    """
+    for aliases in names.values():
+        first, *copies = [name for name in aliases if name in folder.tensors] or [""]
+        for name in copies:
+            if not _are_equal(folder, first, name, rank, ranks):
+                remedy = "remove one of the two tensors"
+                if isinstance(folder, ModuleFolder) and folder.ties_embeddings:
+                    remedy = f"set tie_word_embeddings to false in {CONFIG}, or remove the tensor"
+                raise HpctrainError(
+                    f"{folder.path / folder.tensors[name].file}: {name}: differs from {first}, with which it "
+                    f"is one parameter of the model; {remedy}"
+                )
+
+
+def _are_equal(folder: TensorFolder, name: str, copy: str, rank: int, ranks: int) -> bool:
+    """Return True if two tensors of a folder are equal in every `ranks`-th piece."""
+    shape = folder.tensors[name].shape
+    if folder.tensors[copy].shape != shape:
+        return False
+    rows, *width = shape or (1,)
+    step = max(1, BUFFER_BYTES // 4 // max(1, prod(width)))
+    for row in range(rank * step, rows, ranks * step):
+        start, extent = (row, *(0 for _ in width)), (min(step, rows - row), *width)
+        box = (start, extent) if shape else ((), ())
+        if not torch.equal(*(folder.read_finite(each, *box).float() for each in (name, copy))):
+            return False
+    return True
 
 
 def mismatch(tensor: str, shape: tuple[int, ...], name: str | None, folder: TensorFolder) -> str | None:

@@ -229,7 +229,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     with together(group):
         check_output(out, replace)
         keys = folder_module_keys(folder)
-        model = open_module_source(folder, keys) if keys else open_model(folder)
+        model = open_module_source(folder, keys, group.rank, group.size) if keys else open_model(folder)
         if isinstance(model, ModuleSource):
             deck, described = module_deck(keys, out, folder), model.described
         else:
@@ -239,7 +239,8 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         if text is None:
             refuse_damaged_tokenizer(folder)
         warnings = [] if text is None else import_warnings(text, settings, folder)
-        if not keys and (note := training_note(folder)):
+        note = f"{folder}: {model.note}" if isinstance(model, ModuleSource) and model.note else ""
+        if note := note if keys else training_note(folder):
             warnings.append(note)
         state = {
             MODEL_ONLY: True,

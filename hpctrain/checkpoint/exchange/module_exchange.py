@@ -16,7 +16,7 @@ from hpctrain.checkpoint.agree import first_of
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.assembled_tensor import SourceBox
-from hpctrain.checkpoint.exchange.by_name import find_name, mismatch
+from hpctrain.checkpoint.exchange.by_name import find_name, ignored_note, mismatch, require_equal_copies
 from hpctrain.checkpoint.exchange.model_files import module_files
 from hpctrain.checkpoint.exchange.module_tensors import (
     ModuleFolder,
@@ -52,6 +52,7 @@ class ModuleSource:
         names: Name of each dataset's tensor in `folder`.
         integers: dtype of each dataset that holds integers.
         title: Name of the model.
+        note: Note on tensors of the folder that the model ignores; "" if there are none.
     """
 
     folder: TensorFolder
@@ -59,6 +60,7 @@ class ModuleSource:
     names: Mapping[str, str]
     integers: Mapping[str, torch.dtype]
     title: str
+    note: str
 
     def read(self, dataset: str, start: Index, shape: Index) -> Tensor:
         """Return a box of a dataset."""
@@ -78,15 +80,18 @@ class ModuleSource:
         return _described(self.title, self.shapes)
 
 
-def open_module_source(path: Path, keys: Mapping[str, Any]) -> ModuleSource:
-    """Open the folder of a model.
+def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: int) -> ModuleSource:
+    """Open the folder of a model. Local.
 
     Args:
         path: The folder.
         keys: Keys of a deck with this model, as `causal_model_keys` returns them.
+        rank: Rank that calls this; `require_equal_copies` divides its work among ranks.
+        ranks: Number of ranks.
 
     Raises:
-        HpctrainError: Tensors are missing or have other shapes; further errors as in `open_folder`.
+        HpctrainError: Tensors are missing, unknown, have other shapes or several values; further errors as
+            in `open_folder`.
     """
     arguments = keys["model.arguments"]
     with torch.device("meta"):
@@ -103,14 +108,18 @@ def open_module_source(path: Path, keys: Mapping[str, Any]) -> ModuleSource:
         if problem is not None:
             problems.append(problem)
         names[dataset] = name or own
+    unknown, ignored = folder.unknown_tensors()
+    problems += unknown
     if problems:
         raise first_of(problems)
+    require_equal_copies(folder, aliases, rank, ranks)
     return ModuleSource(
         folder,
         {dataset: shape or (1,) for dataset, shape in shapes.items()},
         names,
         integer_types(module),
         model_title(arguments),
+        ignored_note(ignored),
     )
 
 

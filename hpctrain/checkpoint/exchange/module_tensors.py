@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
@@ -21,6 +21,12 @@ from hpctrain.text import either
 _BLOCK = re.compile(r".*?\.\d+\.")
 """Prefix of the names of all tensors of a block, such as "model.layers.3."."""
 
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")
+"""Number of a block or expert in the name of a tensor."""
+
+_BUFFER_PATTERNS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
+"""Patterns of the names of buffers that files of older versions have. Models compute their values."""
+
 _LAYER_COUNTS = ("layers", "n_layer")
 """Suffixes of the keys of a config.json that give a number of layers."""
 
@@ -33,12 +39,6 @@ def state_shapes(module: nn.Module) -> dict[str, Index]:
     return shapes | buffers
 
 
-def integer_types(module: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of each dataset of a module that holds integers, such as a table of hash values."""
-    buffers = ((f"/buffer/{name}", each.dtype) for name, each in module.named_buffers())
-    return {dataset: dtype for dataset, dtype in buffers if not dtype.is_floating_point}
-
-
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     """Return all names of each parameter of a module by its first one."""
     first: dict[nn.Parameter, str] = {}
@@ -46,6 +46,12 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(first.setdefault(parameter, name), []).append(name)
     return names
+
+
+def integer_types(module: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of each dataset of a module that holds integers, such as a table of hash values."""
+    buffers = ((f"/buffer/{name}", each.dtype) for name, each in module.named_buffers())
+    return {dataset: dtype for dataset, dtype in buffers if not dtype.is_floating_point}
 
 
 def file_tensors(module: nn.Module, shapes: Mapping[str, Index]) -> dict[str, AssembledTensor]:
@@ -92,6 +98,8 @@ class ModuleFolder(TensorFolder):
     def __init__(self, folder: TensorFolder, module: nn.Module) -> None:
         self._folder = folder
         self._config: Any = getattr(module, "config", None)
+        self._known = {*module.state_dict(keep_vars=True)}
+        self._ignored = _ignored_names(module)
         shapes = {name: each.shape for name, each in folder.tensors.items()}
         self._assembled = _module_tensors(module, shapes)
         super().__init__(folder.path, {name: self._describe(each) for name, each in self._assembled.items()})
@@ -99,6 +107,42 @@ class ModuleFolder(TensorFolder):
     @override
     def read(self, name: str, start: Index, shape: Index) -> Tensor:
         return self._assembled[name].read(start, shape, self._folder.read)
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """True if the model's config.json says that the output layer is the embedding."""
+        return bool(getattr(self._config, "tie_word_embeddings", False))
+
+    def unknown_tensors(self) -> tuple[list[str], list[str]]:
+        """Return the tensors of the files that the module does not have.
+
+        Returns:
+            Messages about those that `transformers` would report, and the names of those that it ignores,
+            such as modules of multi-token prediction that its class leaves out.
+        """
+        problems: list[str] = []
+        ignored: list[str] = []
+        for name, described in self.tensors.items():
+            if name in self._known or 0 in described.shape:
+                continue
+            if self._ignored(name):
+                ignored.append(name)
+                continue
+            file, cause = self.path / described.file, "" if problems else self._block_cause(name)
+            problems.append(f"{file}: {name}: in this file, but not in the model of {CONFIG}{cause}")
+        return problems, ignored
+
+    def _block_cause(self, name: str) -> str:
+        """Return which number of layers leaves a tensor out, as the end of a message; "" if none does."""
+        for found in _NUMBER.finditer(name):
+            prefix = name[: found.start()]
+            in_files = _block_numbers(self._folder.tensors, prefix)
+            in_model = len(_block_numbers(self._known, prefix))
+            if int(found[1]) not in _block_numbers(self._known, prefix) and len(in_files) != in_model:
+                values = {} if self._config is None else self._config.get_text_config().to_dict()
+                keys = [key for key in values if key.endswith(_LAYER_COUNTS) and values[key] == in_model]
+                return f", where {keys[0]} = {in_model}, but the files have {len(in_files)}" if keys else ""
+        return ""
 
     def likely_cause(self, tensor: str, shape: Index) -> str:
         """Return the keys of the model's config.json that probably cause a mismatch, as the end of a message.
@@ -126,6 +170,23 @@ class ModuleFolder(TensorFolder):
     def _describe(self, tensor: AssembledTensor) -> Described:
         first = self._folder.tensors[tensor.boxes[0].source]
         return Described(first.kind, tensor.shape, first.file)
+
+
+def _ignored_names(module: nn.Module) -> Callable[[str], bool]:
+    """Return a function that is true for tensors of files that a model of `transformers` ignores silently.
+
+    They are buffers that it computes, and names that match the patterns of its class.
+    """
+    buffers = {name for name, _ in module.named_buffers()}
+    patterns = [*_BUFFER_PATTERNS, *(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    expression = re.compile("|".join(f"({pattern})" for pattern in patterns))
+    return lambda name: name in buffers or expression.search(name) is not None
+
+
+def _block_numbers(names: Iterable[str], prefix: str) -> set[int]:
+    """Return the numbers that follow a prefix in names, which may have it after those of outer modules."""
+    expression = re.compile(rf"(?:.*\.)?{re.escape(prefix)}\.(\d+)\.")
+    return {int(found[1]) for name in names if (found := expression.match(name))}
 
 
 def _module_tensors(module: nn.Module, files: Mapping[str, Index]) -> dict[str, AssembledTensor]:

@@ -34,6 +34,9 @@ _FILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of config.json that describe the files, not the model."""
 
 _CONFIG_KEY = "config"
+_LAYERS = "num_hidden_layers"
+"""Key of the number of layers; some configurations map it to another."""
+
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 """Keys of the longest sequence, in the order in which they are looked for."""
 
@@ -218,6 +221,10 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
     if getattr(model_config, "add_cross_attention", False) and not config_class().add_cross_attention:
         message = "the output of an encoder is unsupported; set it to false to train the decoder alone"
         raise HpctrainError(f"{where}: add_cross_attention = True: {message}")
+    layers = getattr(model_config, _LAYERS, None)
+    if isinstance(layers, int) and layers < 1:
+        key = getattr(model_config, "attribute_map", {}).get(_LAYERS, _LAYERS)
+        raise HpctrainError(f"{where}: {key} = {layers}: must be 1 or more")
     if kind in _NOT_CAUSAL:
         raise HpctrainError(f"{where}: model_type = {kind!r}: its predictions depend on later tokens")
     return model_config

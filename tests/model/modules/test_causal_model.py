@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hpctrain.checkpoint.exchange.by_name import find_name
 from hpctrain.checkpoint.exchange.convert import import_model
@@ -149,6 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "helium", "hidden_size": 32, "num_attention_heads": 0},
         "transformers cannot build the model: hidden_size = 32, num_attention_heads = 0: ZeroDivisionError: ",
     ),
+    "no layers": ({"model_type": "bloom", "n_layer": 0}, "n_layer = 0: must be 1 or more"),
     "layer types": (
         {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["foo", "full_attention"]},
         r"ValueError: The `layer_types` entries must be in \(.*\) but got .'foo',",
@@ -359,3 +361,51 @@ def test_a_deck_does_not_need_the_folder_for_its_module(folder: Path) -> None:
     keys = causal_model_keys(json.loads((folder / "config.json").read_text()), "config.json")
     shutil.rmtree(folder)
     assert build_causal_model(keys["model.arguments"])  # type: ignore[arg-type]
+
+
+def test_an_output_layer_that_differs_from_the_embedding_is_not_tied_to_it(
+    folder: Path, world: World, tmp_path: Path
+) -> None:
+    tensors = tensors_of(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    change(folder, tie_word_embeddings=True)
+    import_model(world, folder, tmp_path / "model.h5")
+    deck = deck_of(folder)
+    start_from_source(deck, build_engine(deck, world, make_mesh(deck, world)))
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, folder / "model.safetensors")
+    told = (
+        "lm_head.weight: differs from model.embed_tokens.weight, .*; set tie_word_embeddings to false in conf"
+    )
+    with pytest.raises(HpctrainError, match=told):
+        import_model(world, folder, tmp_path / "other.h5")
+    with pytest.raises(HpctrainError, match=told):
+        start_from_source(deck, build_engine(deck, world, make_mesh(deck, world)))
+
+
+def test_tensors_that_the_model_does_not_have_are_refused_and_those_that_it_ignores_are_named(
+    folder: Path, world: World, tmp_path: Path
+) -> None:
+    tensors = tensors_of(folder)
+    ignored = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**tensors, **ignored}, folder / "model.safetensors")
+    told = f"1 tensor without a counterpart ignored ({next(iter(ignored))})"
+    assert told in import_model(world, folder, tmp_path / "model.h5")
+    deck = deck_of(folder)
+    assert told in start_from_source(deck, build_engine(deck, world, make_mesh(deck, world)))
+    change(folder, num_hidden_layers=1)
+    told = (
+        r"layers\.1\..*: in this file, but .*, where num_hidden_layers = 1, but the files have 2 \(and 8 more"
+    )
+    with pytest.raises(HpctrainError, match=told):
+        import_model(world, folder, tmp_path / "other.h5")
+    deck = deck_of(folder)
+    with pytest.raises(HpctrainError, match=told):
+        start_from_source(deck, build_engine(deck, world, make_mesh(deck, world)))
+    change(folder, num_hidden_layers=2)
+    save_file({**tensors, "more": torch.ones(4)}, folder / "model.safetensors")
+    with pytest.raises(
+        HpctrainError, match=r"model.safetensors: more: in this file, but not in the model of con"
+    ):
+        import_model(world, folder, tmp_path / "other.h5")
