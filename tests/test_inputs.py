@@ -10,7 +10,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import run_deck
 
 INPUTS = Path(__file__).resolve().parents[1] / "inputs"

@@ -20,7 +20,7 @@ from hpctrain.deck.read import read_stored_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.traffic import StageTraffic, TrafficPlan
-from hpctrain.report.rows import METRICS_FILE, read_metrics
+from hpctrain.report.metric_rows import METRICS_FILE, read_metrics
 from hpctrain.units import Link
 
 BACKWARD = 2 / 3

@@ -12,7 +12,7 @@ from hpctrain.plan.sweep_words import plot_sweep, sweep_text
 from hpctrain.plan.swept import RANKS, parse_sweeps
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.report.bar import progress_bar
-from hpctrain.report.figures import demand_ending
+from hpctrain.report.figures import require_picture_suffix
 
 
 def swept(
@@ -38,7 +38,7 @@ def swept(
             "that for --ranks)"
         )
     if plot is not None:
-        demand_ending(plot)
+        require_picture_suffix(plot)
     count = 1
     for each in sweeps:
         count *= len(each.values)

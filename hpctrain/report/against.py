@@ -1,4 +1,4 @@
-"""Pictures of what a loss has cost: loss against bytes sent, or against time, one curve a run."""
+"""Pictures of loss against sent bytes or against time, with one curve for each run."""
 
 from __future__ import annotations
 
@@ -39,15 +39,30 @@ _KEYS: Mapping[Cost, tuple[str, str]] = {
 }
 _DECK = "deck.toml"
 _NAMING = frozenset({"run.title", "run.dir"})
-_LETTERS, _INCHES_OF_ROW = 90, 0.25  # of a legend
-_MOST = 1e30  # of a step: more is no measurement
-_SPREAD = 10  # from such a ratio of the runs' totals on, the smallest would vanish on a linear axis
+_LETTERS, _INCHES_OF_ROW = 90, 0.25
+"""Characters of a row of a legend, and its height."""
+
+_MOST = 1e30
+"""Largest cost of a step that counts as a measurement."""
+
+_SPREAD = 10
+"""Ratio of the runs' totals from which on the axis is logarithmic."""
 
 
 def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, log_loss: bool) -> Path:
-    """Draw the loss of runs against what they cost as a PNG file, in `out_dir` or where `plot_runs` puts it.
+    """Draw the loss of runs against their cost as a PNG file.
 
-    InputOutputError as there, and where a run has not recorded what is asked for, or sent nothing.
+    Args:
+        cost: The cost.
+        run_dirs: Run folders.
+        out_dir: Folder of the file; None for that of `plot_runs`.
+        log_loss: True for a logarithmic axis of losses.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        InputOutputError: As in `plot_runs`; or a run has not recorded the cost, or sent nothing.
     """
     run_dirs = distinct(run_dirs)
     runs = load_runs(run_dirs)
@@ -67,7 +82,7 @@ def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, 
 
 
 def _undrawn(folder: Path, run: PlottedRun, key: str) -> str:
-    """Why a run cannot be drawn; "" where it can be."""
+    """Return why a run cannot be drawn; "" if it can."""
     if not any(key in row for row in run.rows):
         return f"{folder}: its metrics have no {key}; a run by this version writes them"
     for row in run.rows:
@@ -81,7 +96,7 @@ def _undrawn(folder: Path, run: PlottedRun, key: str) -> str:
 
 
 def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = False) -> Figure:
-    """The figure: training loss as lines, loss on held-out sequences as marks of the same colour."""
+    """Return the figure: training loss as lines, validation loss as marks of the same colour."""
     from matplotlib.ticker import FuncFormatter
 
     key, words = _KEYS[cost]
@@ -109,7 +124,7 @@ def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = Fal
 
 
 def _legend_below(figure: Figure) -> None:
-    """What curves are, where there are several, below them: the keys of a deck may take lines."""
+    """Add a legend below the curves if there are several. Its entries may have several lines."""
     (axes,) = figure.axes
     curves, names = axes.get_legend_handles_labels()
     if len(names) > 1:
@@ -120,7 +135,7 @@ def _legend_below(figure: Figure) -> None:
 
 
 def spent_until(run: PlottedRun, key: str) -> dict[int, float]:
-    """What a run has spent by the end of each of its steps, by step."""
+    """Return the sum of a run's costs up to each step, by step."""
     spent: dict[int, float] = {}
     total = 0.0
     for row in run.rows:
@@ -130,8 +145,10 @@ def spent_until(run: PlottedRun, key: str) -> dict[int, float]:
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
-    """What tells the decks of runs apart, of each what is not the default; "" where nothing does. Keys are
-    named without their sections where that names one.
+    """Return the keys in which the decks of runs differ, as a label for each run.
+
+    A label leaves out default values, and the section of a key if its name is unique. All labels are "" if
+    they do not distinguish the runs.
     """
     decks = [_keys(run_dir / _DECK) for run_dir in run_dirs]
     names = {name for deck in decks for name in deck} - _NAMING
@@ -141,20 +158,20 @@ def labels(run_dirs: Sequence[Path]) -> list[str]:
 
     short = Counter(name.partition(".")[2] for name in differing)
 
-    def called(name: str) -> str:
+    def short_name(name: str) -> str:
         key = name.partition(".")[2]
         return key if short[key] == 1 else name
 
-    def told(deck: Mapping[str, object]) -> str:
-        own = ((name, deck[name]) for name in differing if name in deck and deck[name] != usual.get(name))
-        return ", ".join(f"{called(name)} = {value}" for name, value in own)
+    def label(deck: Mapping[str, object]) -> str:
+        values = ((name, deck[name]) for name in differing if name in deck and deck[name] != usual.get(name))
+        return ", ".join(f"{short_name(name)} = {value}" for name, value in values)
 
-    found = [told(deck) for deck in decks]
-    return found if all(decks) and len(set(found)) == len(found) else [""] * len(found)
+    texts = [label(deck) for deck in decks]
+    return texts if all(decks) and len(set(texts)) == len(texts) else [""] * len(texts)
 
 
 def _keys(path: Path) -> dict[str, object]:
-    """The keys of a run's deck with their full names; none where it cannot be read."""
+    """Return the values of a deck by full names of their keys; {} if it cannot be read."""
     try:
         values, _ = parse_toml(read_text(path, MAX_DECK_BYTES))
     except (OSError, UnicodeDecodeError, TomlError):

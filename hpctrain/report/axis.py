@@ -1,4 +1,4 @@
-"""What a picture of a run is drawn over: its steps, the tokens that it has seen, or the time of its steps."""
+"""Horizontal axis of a picture of a run: its steps, its tokens, or the time of its steps."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Literal
 
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 
 XAxis = Literal["steps", "tokens", "time"]
 AXES: tuple[XAxis, ...] = ("steps", "tokens", "time")
 
-_MOST = 1e30  # of a row: more is no measurement
+_MOST = 1e30
+"""Largest value of a row that counts as a measurement."""
 
 
 def places(rows: Sequence[Row], axis: XAxis) -> dict[int, float]:
-    """Where on the axis every step lies, by step: with tokens those seen by its end, with time the seconds
-    that it and all steps before it took. Steps of which that is not known, and for time all behind them, have
-    no place.
+    """Return the places of steps on an axis, by step.
+
+    These are the tokens or the seconds of all steps up to the step. Steps without such a value have no place.
+    For seconds, neither have later ones.
     """
-    found: dict[int, float] = {}
+    steps: dict[int, float] = {}
     total = 0.0
     for row in rows:
         if axis == "steps":
-            found[row["step"]] = row["step"]
+            steps[row["step"]] = row["step"]
             continue
         value = measured(row.get("tokens" if axis == "tokens" else "seconds"))
         if value is None and axis == "time":
             break
         if value is not None:
             total = value if axis == "tokens" else total + value
-            found[row["step"]] = total
-    return found
+            steps[row["step"]] = total
+    return steps
 
 
 def lacking(rows: Sequence[Row], axis: XAxis) -> str:
-    """The key that a run's metrics lack for an axis; "" where its first row has a place."""
+    """Return the key of an axis that a run's metrics lack; "" if its first row has a place."""
     key = "tokens" if axis == "tokens" else "seconds"
     return "" if axis == "steps" or not rows or rows[0]["step"] in places(rows[:1], axis) else key
 
 
 def measured(value: object) -> float | None:
-    """A number of at least 0 that could be measured; None for anything else."""
+    """Return a value if it is a number from 0 on that can be a measurement, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
         return None
     return float(value) if isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The samples that a run left out for spikes, with their files and text, of what it was trained on."""
+"""Samples that a run skipped because of spikes, with their files and texts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ from hpctrain.report.terminal import fit
 from hpctrain.text import counted, escaped
 
 CHARACTERS = 500
-"""Of a sample's text, at most."""
+"""Largest number of characters of a sample's text."""
 SHOWN = 20
-"""Samples of a spike that a terminal shows, at most."""
+"""Largest number of samples of a spike that a terminal shows."""
 
 
 def bad_samples(structure: CheckpointIndex, trust: CodeTrust) -> list[dict[str, Any]]:
-    """Each spike that the run of a checkpoint had, with its `left_out` samples: the number in the order of
-    training, that in the dataset or in the token files of an entry of the mixture, and of tokens the text and
-    the file that it begins in. Of answers that a policy wrote these are the prompt's.
+    """Return the spikes of the run of a checkpoint, each with its samples as `left_out`.
 
-    `trust` says whether a dataset that the deck names may be opened, which calls it.
-    Errors as TokenFile and `dataset_of` raise them; HpctrainError where other tokens lie there now.
+    A sample has its number in the order of training, and its index in the data set or in the token files of
+    an entry of the mixture. Samples of token files also have their text, and the file in which they begin.
+    Samples of a policy are its prompts.
+
+    Args:
+        structure: The checkpoint.
+        trust: Decision whether the data set that the deck names may be called.
+
+    Raises:
+        HpctrainError: The token files have changed. Among others as in TokenFile and `dataset_of`.
     """
     spikes = recorded_spikes(structure.state)
     if not spikes:
@@ -49,7 +55,7 @@ def bad_samples(structure: CheckpointIndex, trust: CodeTrust) -> list[dict[str, 
 
 
 class _Samples:
-    """What a deck trains on, by its order."""
+    """Samples of a deck in the order of training."""
 
     def __init__(self, deck: Deck, structure: CheckpointIndex) -> None:
         self.source: SequenceSource | None = None
@@ -85,29 +91,33 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _PromptOrder(SampleOrder):
-    """Which of `count` prompts is that of the answer at a position: rollouts, each of `answers` of so many
-    `samples` to a prompt, come one after the other, and each is shuffled for every one of its `epochs`.
+    """Order of the prompts of a policy's answers.
+
+    Attributes:
+        answers: Order of the answers of a rollout, which is shuffled for each epoch.
+        samples: Number of answers to a prompt.
+        epochs_per_rollout: Number of epochs of each rollout.
     """
 
     answers: SampleOrder
     samples: int
-    epochs_of_each: int
+    epochs_per_rollout: int
 
     @staticmethod
     def of(deck: Deck, prompts: int) -> _PromptOrder:
-        """That of a policy's deck."""
+        """Return the order for a policy's deck."""
         keys = deck.policy
         answers = SampleOrder(keys.rollout or deck.batch.global_size, deck.run.seed)
         return _PromptOrder(prompts, deck.run.seed, answers, keys.samples or 1, keys.epochs)
 
     def at(self, indices: Integers) -> Integers:
-        """The prompts, in range(count), of the answers at positions >= 0 [n]."""
-        first = indices // (self.answers.count * self.epochs_of_each) * self.answers.count
+        """Return the prompts, in range(count), of the answers at positions >= 0 [n]."""
+        first = indices // (self.answers.count * self.epochs_per_rollout) * self.answers.count
         return super().at((first + self.answers.at(indices)) // self.samples)
 
 
 def bad_samples_text(spikes: list[dict[str, Any]], width: int | None) -> list[str]:
-    """The same for people."""
+    """Return the lines that a terminal shows."""
     if not spikes:
         return ["No sample was skipped because of a spike."]
     lines = []

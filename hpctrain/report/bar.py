@@ -1,4 +1,4 @@
-"""A bar of what is done, while something long goes on."""
+"""Progress bar for long operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(count: int | None, what: str = "planned") -> Iterator[Callable[[int], None]]:
-    """A bar on stderr of what is done, where that is a terminal; `count` is of all, if it is known."""
+    """Return a context manager with a progress bar on stderr, if that is a terminal.
+
+    Args:
+        count: Number of all items; None if it is unknown.
+        what: Description of the bar.
+    """
     from rich.console import Console
     from rich.progress import Progress
 

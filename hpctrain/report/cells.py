@@ -1,6 +1,6 @@
-"""What the grids of a schedule are made of: cells in time, and the colours of their kinds.
+"""Cells of the grids that show schedules, and their colours.
 
-The colours tell the kinds apart for the colour-blind, too; later chunks are lighter, as in the papers.
+Colour-blind readers can distinguish the colours. Later chunks are lighter, as in the papers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ _LEVELS = (0, 95, 135, 175, 215, 255)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One action in time; `reached` is false where the data it waits for never come."""
+    """Action with its start and end.
+
+    Attributes:
+        action: The action.
+        start: Its start.
+        end: Its end.
+        reached: False if its data never arrive, so that it cannot run.
+    """
 
     action: Action
     start: float
@@ -35,9 +42,14 @@ class Cell:
 
 
 def arrange(schedule: Schedule, simulation: Simulation | None) -> list[list[Cell]]:
-    """The cells of every stage: as simulated or, for a schedule that cannot run, as far as its data come.
+    """Return the cells of every stage.
 
-    Then F, I and W take one unit and B two; what is never reached comes after all else.
+    Times are those of the simulation. For a schedule that cannot run, F, I and W take one unit and B two, and
+    actions whose data never arrive follow all others.
+
+    Args:
+        schedule: The schedule.
+        simulation: Its simulation; None if it cannot run.
     """
     unit = float(schedule.chunks)
     times = (
@@ -54,38 +66,38 @@ def arrange(schedule: Schedule, simulation: Simulation | None) -> list[list[Cell
 
 
 def title(schedule: Schedule) -> str:
-    """`1f1b, 4 stages, 8 micro-batches`, and the chunks where there are several."""
+    """Return a title such as `1f1b, 4 stages, 8 micro-batches`, with the chunks if there are several."""
     counts = [(schedule.stage_count, "stage"), (schedule.micro_batches, "micro-batch")]
     counts += [(schedule.chunks, "chunk")] if schedule.chunks > 1 else []
     return ", ".join([schedule.name or "schedule", *(counted(*each) for each in counts)])
 
 
 def colour_of(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Levels 0 to 5 of red, green and blue."""
+    """Return levels 0 to 5 of red, green and blue for a kind and chunk."""
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     red, green, blue = (first + share * (last - first) for first, last in zip(*_SHADES[kind], strict=True))
     return red, green, blue
 
 
 def is_light(colour: tuple[float, float, float]) -> bool:
-    """Whether black letters read better on it than white ones."""
+    """Return True if black letters are more legible on a colour than white ones."""
     red, green, blue = colour
     return 0.3 * red + 0.59 * green + 0.11 * blue > 2
 
 
 def kinds_of(schedule: Schedule) -> list[Kind]:
-    """The kinds that a schedule has, in the order of KINDS."""
+    """Return the kinds that a schedule has, in the order of KINDS."""
     used = {action.kind for stage in schedule.stages for action in stage}
     return [kind for kind in KINDS if kind in used]
 
 
 def number_text(value: float) -> str:
-    """A time without superfluous digits."""
+    """Return a time as text, without superfluous digits."""
     return f"{value:.6g}"
 
 
 def rgb(colour: tuple[float, float, float]) -> tuple[float, float, float]:
-    """The same colour as shares of one, between the levels of the terminal's."""
+    """Return a colour of levels as red, green and blue from 0 to 1."""
     red, green, blue = (
         (_LEVELS[int(level)] * (1 - level % 1) + _LEVELS[math.ceil(level)] * (level % 1)) / 255
         for level in colour

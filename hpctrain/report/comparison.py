@@ -1,4 +1,4 @@
-"""A picture of the schedule as it ran, and below it as the simulator foretells it from the measured times."""
+"""Picture of a schedule as it ran, and below it as simulated from the measured times."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MILLISECONDS = 1e3
 
 
 def draw_comparison(name: str, step: RecordedStep) -> Figure:
-    """A step of the run `name` as two grids over the same time, each with its bubble: 1 - ideal / cost."""
+    """Return a figure with the measured and the simulated grid of a step over the same time."""
     from matplotlib.figure import Figure
 
     schedule = step.schedule
     measured, simulated = step.measured(), simulate(schedule, step.times())
-    foretold = "simulated from the measured mean times"
-    panels = [(f"measured, step {step.step}", measured), (foretold, simulated)]
+    simulated_heading = "simulated from the measured mean times"
+    panels = [(f"measured, step {step.step}", measured), (simulated_heading, simulated)]
     rows = {heading: _in_milliseconds(arrange(schedule, result)) for heading, result in panels}
     total = max(cell.end for grid in rows.values() for row in grid for cell in row)
     longest = max(map(len, schedule.stages))

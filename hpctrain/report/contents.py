@@ -1,4 +1,4 @@
-"""What one checkpoint file holds, as an object for JSON and as a screen for people."""
+"""Contents of a checkpoint file, as an object for JSON and as text."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SEGMENTS_SHOWN = 8
 LOSSES_SHOWN = 5
 
 UNVERIFIED = "The data was not compared with its checksums; --verify does that."
-"""Sentence below everything that is shown of a file of which only the structure was read."""
+"""Sentence below the contents of a file of which only the structure was read."""
 
 Contents = dict[str, Any]
 
 
 def contents(structure: CheckpointIndex, tensors: bool = False) -> Contents:
-    """What a file holds; with `tensors`, every dataset too. What it does not tell is None or empty."""
+    """Return the contents of a file, with all datasets if `tensors`. Unknown values are None or empty."""
     state, path = structure.state, structure.path
     deck: Deck | None = None
     problem = ""
@@ -83,7 +83,7 @@ def contents(structure: CheckpointIndex, tensors: bool = False) -> Contents:
 
 
 def contents_text(facts: Contents) -> list[str]:
-    """The same for people, in lines of at most about a hundred columns, or what the terminal has."""
+    """Return the contents as lines that fit the terminal, or about a hundred columns."""
     width = columns()
     link = f" ({facts['leads_to']})" if facts["leads_to"] else ""
     head = f"{facts['file']}{link}: checkpoint, format {facts['format']}, {format_bytes(facts['bytes'])}"
@@ -107,7 +107,7 @@ def contents_text(facts: Contents) -> list[str]:
 
 
 def layout_text(layout: Mapping[str, int]) -> str:
-    """`data 2 x tensor 4, zero 1`: the axes of more than one rank, and how they are cut."""
+    """Return a text such as `data 2 x tensor 4, zero 1`, with the axes of more than one rank."""
     cut = {name: size for name, size in layout.items() if name in {"zero", "replicas", "servers"}}
     axes = [f"{axis} {size}" for axis, size in layout.items() if axis not in cut and size != 1]
     return ", ".join(
@@ -116,17 +116,17 @@ def layout_text(layout: Mapping[str, int]) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """`1024 x 768`."""
+    """Return a text such as `1024 x 768`."""
     return " x ".join(map(str, shape))
 
 
 def loss_text(loss: float | None) -> str:
-    """A loss with the digits of the log; what was not finite as such."""
+    """Return a loss with the digits of the log; "not finite" if it was not finite."""
     return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def history_table(chain: Sequence[HistorySegment]) -> list[str]:
-    """The runs of a chain, the newest ones where they are many."""
+    """Return a table of the runs of a chain, only the newest ones if there are many."""
     rows = [("run", "steps", "layout", "started (UTC)", "version", "commit", "resumed from")]
     for segment in chain[-SEGMENTS_SHOWN:]:
         title = shorten(segment.title, 20, placeholder="...") or segment.title[:20]
@@ -141,7 +141,7 @@ def history_table(chain: Sequence[HistorySegment]) -> list[str]:
 
 
 def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
-    """Names and sentences of what the file tells of the run and its model."""
+    """Yield names and sentences about the run and its model."""
     if facts["step"] is not None:
         of = f" of {facts['steps']}" if facts["steps"] else ""
         skipped = f", {facts['skipped']} of them skipped" if facts["skipped"] else ""
@@ -186,7 +186,7 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
 
 
 def _mixture_text(experts: Mapping[str, Any]) -> str:
-    """`mixtures of 8 experts of 128, 2 a token, in every block; softmax, balanced by a loss`."""
+    """Return a text such as `mixtures of 8 experts of 128, 2 a token, in every block; softmax`."""
     shared = f", {experts['shared']} shared by all" if experts["shared"] else ""
     every = "every block" if experts["every"] == 1 else f"one of {experts['every']} blocks"
     if pattern := experts.get("pattern"):
@@ -202,7 +202,7 @@ def _mixture_text(experts: Mapping[str, Any]) -> str:
 
 
 def _folders(datasets: Iterable[StoredTensor]) -> list[dict[str, Any]]:
-    """Tensors, types, elements and bytes of every folder of the file."""
+    """Return number, types, elements and bytes of the tensors in each folder of the file."""
     rows: dict[str, dict[str, Any]] = {}
     for stored in datasets:
         folder = stored.dataset.rpartition("/")[0] or "/"

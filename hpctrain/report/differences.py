@@ -1,4 +1,4 @@
-"""How two checkpoint files differ, as an object for JSON and as a screen for people."""
+"""Differences of two checkpoint files, as an object for JSON and as text."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from hpctrain.text import table
 TENSORS_SHOWN = 10
 _TEXT = 32
 _BEFORE = 8
-"""Letters of two long values that are shown before their first difference."""
-_APART = ("deck", FOLLOWING, "tokenizer", "history", "losses", "versions")
-"""Of a state, what is told in another form or differs in any two runs."""
+"""Characters of two long values that are shown before their first difference."""
+_IGNORED_STATE = ("deck", FOLLOWING, "tokenizer", "history", "losses", "versions")
+"""Keys of a state that are shown in another form or differ in any two runs."""
 
 Differences = dict[str, Any]
 
 
 def differences(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> Differences:
-    """All that differs; collective, read in pieces of a few megabytes on all ranks.
+    """Return all differences of two files. Collective; ranks read pieces of a few megabytes.
 
-    "equal" says whether the tensors are: the same names, types, shapes and bits. Raises as compare does.
+    "equal" is True if all tensors have the same names, types, shapes and bits.
+
+    Raises:
+        HpctrainError: As in `compare`.
     """
     names = set(comparable(one, other))
     compared = compare(one, other, group)
@@ -64,7 +67,7 @@ def differences(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> D
 
 
 def differences_text(facts: Differences, everything: bool = False) -> list[str]:
-    """The same for people; without `everything`, the tensors that differ most."""
+    """Return the differences as lines, with all tensors if `everything`, else those that differ most."""
     first, second = facts["files"]
     differing = [tensor for tensor in facts["tensors"] if tensor["differing"]]
     lines = [f"first   {first}", f"second  {second}", ""]
@@ -114,7 +117,7 @@ def _summary(facts: Differences, differing: int) -> str:
 
 
 def _folder_rows(tensors: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Of every folder, how many of its tensors differ, and by how much at most."""
+    """Return rows with the number of different tensors and the largest difference in each folder."""
     folders: dict[str, list[Mapping[str, Any]]] = {}
     for tensor in tensors:
         folders.setdefault(tensor["name"].rpartition("/")[0] or "/", []).append(tensor)
@@ -133,7 +136,7 @@ def _figure(tensor: Mapping[str, Any], name: str) -> str:
 
 
 def _size(tensor: Mapping[str, Any]) -> float:
-    """By how much a tensor differs; one of which only signs of zeros do, by more than an equal one."""
+    """Return how much a tensor differs. Different signs of zeros count more than equal tensors."""
     if not tensor["differing"]:
         return -1.0
     return inf if tensor["relative"] is None else float(tensor["relative"])
@@ -144,7 +147,7 @@ def _more(count: int) -> list[str]:
 
 
 def _keys(structure: CheckpointIndex) -> dict[str, object]:
-    """Keys and values of a deck, by "section.key"; of one that is not valid, what it has; or its text."""
+    """Return the values of a stored deck by "section.key"; of an invalid one what it has, or its text."""
     text = structure.state.get("deck")
     if not isinstance(text, str):
         return {}
@@ -171,14 +174,14 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def _state(state: Mapping[str, Any]) -> dict[str, object]:
-    """What the state tells besides the deck, the long texts and what differs in any two runs."""
-    facts = {name: value for name, value in state.items() if name not in _APART}
+    """Return the values of a state without deck, long texts and what differs in any two runs."""
+    facts = {name: value for name, value in state.items() if name not in _IGNORED_STATE}
     facts |= {"versions": state.get("versions", {})}
     return _flat(facts | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else facts)
 
 
 def changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, list[object]]:
-    """Keys with another value in each of two, and both; None where one has none."""
+    """Return the keys with different values in two mappings, with both values; None for a missing one."""
     return {
         key: [one.get(key), other.get(key)]
         for key in dict.fromkeys((*one, *other))

@@ -1,4 +1,4 @@
-"""A picture of products in 8 bits: what they lose of their operands, and by which scales."""
+"""Picture of products in 8 bits: losses of quantization and scales of their operands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.report.fonts import drawable
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,31 +22,34 @@ _VALUES = ("saturated", "underflowed", "scale_least", "scale_largest")
 
 
 def watched_losses(rows: Sequence[Row]) -> tuple[Array, list[str], dict[str, Array]]:
-    """Steps [n], the kinds of layers in the last that was watched, and by name, such as
-    `inputs_underflowed`, values [layers, n].
+    """Return steps, kinds of layers, and quantization losses of these.
 
-    Steps of which the rows do not tell of these layers are left out; what is not known is nan.
+    Steps without values for these layers are left out. Unknown values are NaN.
+
+    Returns:
+        The steps [n]; the kinds of layers of the last measured step; values [layers, n] by names such as
+        `inputs_underflowed`.
     """
     names = [f"{kind}_{value}" for kind in KINDS for value in _VALUES]
-    told = [row for row in rows if isinstance(row.get("fp8"), dict)]
-    layers = told[-1]["fp8"].get("layers") if told else None
+    measured = [row for row in rows if isinstance(row.get("fp8"), dict)]
+    layers = measured[-1]["fp8"].get("layers") if measured else None
     if not isinstance(layers, list) or not all(isinstance(layer, str) for layer in layers):
         layers = []
-    told = [row for row in told if _fits(row["fp8"], layers, names)]
-    steps = np.array([row["step"] for row in told], dtype=np.float64)
-    sizes = (len(told), len(layers))
+    measured = [row for row in measured if _fits(row["fp8"], layers, names)]
+    steps = np.array([row["step"] for row in measured], dtype=np.float64)
+    sizes = (len(measured), len(layers))
     values = {
-        name: np.array([row["fp8"][name] for row in told], dtype=np.float64).reshape(sizes).T
+        name: np.array([row["fp8"][name] for row in measured], dtype=np.float64).reshape(sizes).T
         for name in names
     }
     return steps, layers, values
 
 
 def draw_losses(name: str, rows: Sequence[Row]) -> Figure | None:
-    """Inputs, weights and gradients below each other: to the left the shares that underflow and, dashed, that
-    saturate; to the right from which to which scale, as exponents of two. A colour for each kind of layer.
+    """Return a figure of the quantization losses of a run; None if it has not measured them.
 
-    None of a run whose rows tell of nothing of it.
+    It has a row for inputs, weights and gradients each: to the left the shares that underflow and (dashed)
+    saturate, to the right the range of scales as exponents of two. Each kind of layer has a colour.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -94,11 +97,11 @@ def _quiet(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _fits(told: dict[str, Any], layers: list[str], names: Sequence[str]) -> bool:
-    """Whether figures are of these layers: numbers, or None for what is not known."""
-    return told.get("layers") == layers and all(
-        isinstance(told.get(name), list)
-        and len(told[name]) == len(layers)
-        and all(value is None or isinstance(value, (int, float)) for value in told[name])
+def _fits(values: dict[str, Any], layers: list[str], names: Sequence[str]) -> bool:
+    """Return True if there is a number or None for each of these layers."""
+    return values.get("layers") == layers and all(
+        isinstance(values.get(name), list)
+        and len(values[name]) == len(layers)
+        and all(value is None or isinstance(value, (int, float)) for value in values[name])
         for name in names
     )

@@ -1,4 +1,4 @@
-"""Fonts for pictures: what the first one lacks comes from others, and what none has is a square."""
+"""Fonts of pictures. Characters that the first font lacks come from others; unknown ones are squares."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _OTHERS = (
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Pictures are drawn and written inside it, C0, C1 and so on in our colours; HpctrainError without
-    matplotlib.
+    """Return a context manager in which figures have hpctrain's fonts and colours.
+
+    Raises:
+        HpctrainError: matplotlib is not installed.
     """
     require("matplotlib", "drawing pictures")
     import matplotlib as mpl
@@ -36,9 +38,9 @@ def drawing() -> Iterator[None]:
 
 
 def drawable(text: str) -> str:
-    """A text of the user such that matplotlib draws it as it is, not as a formula or a hidden label.
+    """Return a text that matplotlib draws literally, not as a formula or a hidden label.
 
-    Letters that no font has, and control characters, become squares.
+    Characters that no font has, and control characters, become squares.
     """
     shown = "".join(map(_letter, text)).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

@@ -1,4 +1,4 @@
-"""Schedules as grids of text, a row a stage and time to the right; `picture` draws the same."""
+"""Schedules as grids of text, with a row for each stage and time to the right (see also `picture`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ _GAP = " .. "
 
 
 def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) -> str:
-    """The grid in at most `width` columns where that is possible, with a heading, a time axis and a legend.
+    """Return a schedule as a grid with heading, time axis and legend.
 
-    Each row ends with the idle time of the stage, in per cent of the cost, and its peak of activations, in
-    micro-batches of the whole stage. In colour a cell holds the number of its micro-batch; in plain text the
-    letter of its kind as well. Where columns are few a number is shown by its last digit; what still does not
-    fit is cut out of the middle, with a note.
+    Each row ends with the idle time of the stage in percent of the cost, and its peak of activations in
+    micro-batches of the whole stage. Cells show their micro-batch, without colour also their kind. In narrow
+    grids only last digits are shown. If that is too wide, too, the middle is left out, with a note.
+
+    Args:
+        schedule: The schedule.
+        simulation: Its simulation.
+        color: True for colours of a terminal.
+        width: Largest number of columns, if that is possible.
     """
     rows = arrange(schedule, simulation)
     left = len(str(schedule.stage_count - 1)) + 1
     right = 12
-    labels = [[_letters(schedule, cell.action, color) for cell in row] for row in rows]
+    labels = [[_cell_label(schedule, cell.action, color) for cell in row] for row in rows]
     ruler = _Ruler.fit(rows, max(width - left - right, 20), labels)
     cost, ideal = number_text(simulation.cost), number_text(simulation.ideal)
     heading = f"{title(schedule)}: bubble {100 * simulation.bubble_rate:.2f}% (cost {cost}, ideal {ideal})"
@@ -55,7 +60,7 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
     return "\n".join([*lines, "", *_legend(schedule, color, ruler.last_digit, width)])
 
 
-def _letters(schedule: Schedule, action: Action, color: bool) -> str:
+def _cell_label(schedule: Schedule, action: Action, color: bool) -> str:
     if color:
         return str(action.micro_batch)
     if schedule.chunks == 2:  # `f3` for F3.1: four letters a cell would be too wide for most terminals
@@ -65,15 +70,27 @@ def _letters(schedule: Schedule, action: Action, color: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ruler:
-    """Columns of text for times: `scale` columns a unit, of which those in the windows are shown."""
+    """Mapping from times to columns of text.
+
+    Attributes:
+        scale: Columns per unit of time.
+        windows: First and last columns of the parts that are shown.
+        last_digit: True if only the last digits of micro-batches fit.
+    """
 
     scale: float
     windows: tuple[tuple[int, int], ...]
     last_digit: bool
 
     @staticmethod
-    def fit(rows: Sequence[Sequence[Cell]], room: int, labels: Sequence[Sequence[str]]) -> _Ruler:
-        """As wide as is comfortable, as narrow as can be read, and then cut, for `room` columns."""
+    def fit(rows: Sequence[Sequence[Cell]], available: int, labels: Sequence[Sequence[str]]) -> _Ruler:
+        """Return a mapping with the most legible width that fits.
+
+        Args:
+            rows: Cells of each stage.
+            available: Number of columns.
+            labels: Text of each cell.
+        """
         spans = [cell.end - cell.start for row in rows for cell in row]
         total = max((cell.end for row in rows for cell in row), default=0.0)
         # Cells far shorter than the rest may go unlabelled: they must not stretch the whole.
@@ -83,7 +100,7 @@ class _Ruler:
         numbers_only = all(label.isdecimal() for row in labels for label in row)
         least = letters + (numbers_only and letters > 1)  # 10 and 11 side by side would read as 1011
         most = letters + (2 if numbers_only else 1)
-        wide = room * short / total if total else most
+        wide = available * short / total if total else most
         cramped = numbers_only and 1 <= wide < least
         wide = min(wide, most) if cramped else min(max(wide, least), most)
         edges = (edge / short for row in rows for cell in row for edge in (cell.start, cell.end))
@@ -91,10 +108,10 @@ class _Ruler:
             wide = math.floor(wide + 1e-9)
         scale = wide / short
         columns = max(round(total * scale), 1)
-        if columns <= room:
+        if columns <= available:
             return _Ruler(scale, ((0, columns),), cramped)
         step = max(round(wide), 1)
-        first, last = ((room - len(_GAP)) * share // 5 // step * step for share in (3, 2))
+        first, last = ((available - len(_GAP)) * share // 5 // step * step for share in (3, 2))
         return _Ruler(scale, ((0, first), (columns - last, columns)), last_digit=False)
 
     @property
@@ -117,15 +134,15 @@ class _Ruler:
             if shown_start >= shown_end:
                 continue
             yield " " * (shown_start - column)
-            label, room = _letters(schedule, cell.action, color), shown_end - shown_start
+            label, available = _cell_label(schedule, cell.action, color), shown_end - shown_start
             label = label[-1:] if self.last_digit else label
-            label = label if len(label) <= room and start >= window[0] else ""
+            label = label if len(label) <= available and start >= window[0] else ""
             if color:
                 background = colour_of(cell.action.kind, cell.action.chunk, schedule.chunks)
-                yield _paint(label.center(room), background)
+                yield _paint(label.center(available), background)
             else:
                 label = label or cell.action.kind[: start >= window[0]]
-                yield label + "-" * (room - len(label) - 1) + " " * (room > len(label))
+                yield label + "-" * (available - len(label) - 1) + " " * (available > len(label))
             column = shown_end
         yield " " * (window_end - column)
 
@@ -172,13 +189,13 @@ def _legend(schedule: Schedule, color: bool, last_digit: bool, width: int) -> li
     return lines
 
 
-def _paint(letters: str, colour: tuple[float, float, float]) -> str:
+def _paint(label: str, colour: tuple[float, float, float]) -> str:
     red, green, blue = map(round, colour)
     background, ink = 16 + 36 * red + 6 * green + blue, 16 if is_light(colour) else 231
-    return f"\x1b[48;5;{background};38;5;{ink}m{letters}\x1b[0m"
+    return f"\x1b[48;5;{background};38;5;{ink}m{label}\x1b[0m"
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... (or tenths of them, and so on) that is not below `least`."""
+    """Return the smallest number from `least` on that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""`hpctrain inspect`: what a checkpoint holds, whether it is whole, how it differs from another one."""
+"""`hpctrain inspect`: contents and checksums of checkpoints and token files, and their differences."""
 
 from __future__ import annotations
 
@@ -31,8 +31,16 @@ from hpctrain.units import format_bytes
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What to tell of a file: its tensors, its deck alone, its checksums, the difference from another; or
-    the samples that its run left out for spikes.
+    """Options of `hpctrain inspect`.
+
+    Attributes:
+        tensors: True to show all tensors.
+        bad_samples: True to show the samples that the run skipped because of spikes.
+        deck: True to show only the deck.
+        verify: True to compare the data with its checksums.
+        other: Checkpoint to compare with; None for none.
+        as_json: True for JSON.
+        trust: Decision which code of the deck may be called.
     """
 
     tensors: bool = False
@@ -44,78 +52,98 @@ class InspectOptions:
     trust: CodeTrust = CodeTrust()  # noqa: RUF009 - nothing is trusted
 
 
-def inspect(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
-    """Tell of a checkpoint, a token file, or all checkpoints of a folder; the exit code. Collective, rank 0
-    shows.
+def inspect(group: Group, target: Path, options: InspectOptions, show: Callable[[str], None]) -> int:
+    """Show the contents of a checkpoint, a token file, or all checkpoints of a folder. Collective.
 
-    1 where the tensors of two files differ, 3 where a checkpoint of a folder is damaged;
-    errors are raised on all ranks as `examine`, `verify` and `compare` raise them.
+    Args:
+        group: The ranks.
+        target: The file or folder.
+        options: What to show.
+        show: Function that prints a text, called on rank 0.
+
+    Returns:
+        The exit code: 1 if the tensors of two files differ, 3 if a checkpoint of a folder is damaged.
+
+    Raises:
+        HpctrainError: As in `examine`, `verify` and `compare`, on all ranks.
     """
     with together(group):
         if not target.exists():
             if gone := linked(target.parent, target.name):
                 raise InputOutputError(f"{target}: is a link to {escaped(gone)}, which does not exist")
             raise InputOutputError(f"{target}: no such checkpoint or run folder")
-        if target.is_dir() and (wish.deck or wish.other is not None or wish.tensors):
+        if target.is_dir() and (options.deck or options.other is not None or options.tensors):
             raise HpctrainError(
                 f"{target}: a folder, of which the checkpoints are listed; --tensors, --deck and --diff "
                 "need one checkpoint file"
             )
     if not target.is_dir() and is_token_file(target):
-        return _inspect_tokens(group, target, wish, show)
-    if wish.bad_samples:
-        return _inspect_samples(group, target, wish, show)
+        return _inspect_tokens(group, target, options, show)
+    if options.bad_samples:
+        return _inspect_samples(group, target, options, show)
     if target.is_dir():
-        return _inspect_folder(group, target, wish, show)
-    read = _verify if wish.verify else examine
+        return _inspect_folder(group, target, options, show)
+    read = _verify if options.verify else examine
     structure = read(target, group)
-    if wish.other is not None:
-        differing = differences(structure, read(wish.other, group), group)
+    if options.other is not None:
+        differing = differences(structure, read(options.other, group), group)
         if group.rank == 0:
-            show(_json(differing) if wish.as_json else "\n".join(differences_text(differing, wish.tensors)))
+            show(
+                _json(differing)
+                if options.as_json
+                else "\n".join(differences_text(differing, options.tensors))
+            )
         return EXIT_DONE if differing["equal"] else EXIT_DIFFERENT
     with together(group):
         if group.rank == 0:
-            if wish.deck:
+            if options.deck:
                 show(stored_deck_text(structure.state, structure.path).removesuffix("\n"))
                 return EXIT_DONE
-            held = contents(structure, wish.tensors)
+            contents_of_folder = contents(structure, options.tensors)
             verified = f"All {len(structure.datasets)} tensors match their checksums."
-            if wish.as_json:
-                show(_json(held | ({"verified": True} if wish.verify else {})))
+            if options.as_json:
+                show(_json(contents_of_folder | ({"verified": True} if options.verify else {})))
             else:
-                show("\n".join([*contents_text(held), "", verified if wish.verify else UNVERIFIED]))
+                show(
+                    "\n".join(
+                        [*contents_text(contents_of_folder), "", verified if options.verify else UNVERIFIED]
+                    )
+                )
     return EXIT_DONE
 
 
 def _verify(path: Path, group: Group) -> CheckpointIndex:
-    """Compare tensors with checksums, and parameters with the deck; collective, errors as of `verify`."""
+    """Compare tensors with checksums, and parameters with the deck. Collective; errors as in `verify`."""
     structure = verify(path, group)
     with together(group):
         require_described_model(structure)
     return structure
 
 
-def _inspect_tokens(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
-    """What a token file holds."""
+def _inspect_tokens(group: Group, target: Path, options: InspectOptions, show: Callable[[str], None]) -> int:
+    """Show the contents of a token file."""
     with together(group):
-        asked = {
-            "tensors": wish.tensors,
-            "deck": wish.deck,
-            "bad-samples": wish.bad_samples,
-            "diff": wish.other,
+        ignored_options = {
+            "tensors": options.tensors,
+            "deck": options.deck,
+            "bad-samples": options.bad_samples,
+            "diff": options.other,
         }
-        wrong = [f"--{name}" for name, value in asked.items() if value]
+        wrong = [f"--{name}" for name, value in ignored_options.items() if value]
         if wrong:
             raise HpctrainError(f"{target}: is a token file, so that {wrong[0]} has no effect")
         if group.rank == 0:
-            found = token_contents(target, wish.verify)
-            show(_json(found) if wish.as_json else "\n".join(token_contents_text(found)))
+            contents_of_file = token_contents(target, options.verify)
+            show(
+                _json(contents_of_file)
+                if options.as_json
+                else "\n".join(token_contents_text(contents_of_file))
+            )
     return EXIT_DONE
 
 
-def _inspect_samples(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
-    """The samples that a run left out for spikes, as its newest checkpoint tells."""
+def _inspect_samples(group: Group, target: Path, options: InspectOptions, show: Callable[[str], None]) -> int:
+    """Show the samples that a run skipped because of spikes, by its newest checkpoint."""
     path: Path | None = target
     if target.is_dir():
         folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
@@ -126,14 +154,16 @@ def _inspect_samples(group: Group, target: Path, wish: InspectOptions, show: Cal
     structure = examine(path, group)
     with together(group):
         if group.rank == 0:
-            spikes = bad_samples(structure, wish.trust)
+            spikes = bad_samples(structure, options.trust)
             show(
-                _json({"spikes": spikes}) if wish.as_json else "\n".join(bad_samples_text(spikes, columns()))
+                _json({"spikes": spikes})
+                if options.as_json
+                else "\n".join(bad_samples_text(spikes, columns()))
             )
     return EXIT_DONE
 
 
-def _inspect_folder(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
+def _inspect_folder(group: Group, target: Path, options: InspectOptions, show: Callable[[str], None]) -> int:
     """Show a table of the checkpoints, newest first, and return the exit code.
 
     A file is good if all its data matches, readable if only its structure was read, or damaged. The newest
@@ -153,7 +183,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectOptions, show: Call
     for path in paths:
         row = dict[str, Any](file=path.name, step=checkpoint_step(path), problems=[], bytes=0, written="")
         try:
-            structure = (_verify if wish.verify else examine)(path, group)
+            structure = (_verify if options.verify else examine)(path, group)
         except HpctrainError as error:
             row["problems"] = [problem.removeprefix(f"{path}: ") for problem in error.problems]
         else:
@@ -172,18 +202,27 @@ def _inspect_folder(group: Group, target: Path, wish: InspectOptions, show: Call
     damaged = [row for row in rows if row["problems"]]
     if group.rank == 0:
         name = newest["file"] if newest else None
-        held = {"folder": str(folder), "newest": name, "best": best or None, "checkpoints": rows}
-        show(_json(held) if wish.as_json else _folder_text(folder, rows, name, best, by_file, wish.verify))
+        contents_of_folder = {
+            "folder": str(folder),
+            "newest": name,
+            "best": best or None,
+            "checkpoints": rows,
+        }
+        show(
+            _json(contents_of_folder)
+            if options.as_json
+            else _folder_text(folder, rows, name, best, by_file, options.verify)
+        )
     return EXIT_INPUT_OUTPUT if damaged else EXIT_DONE
 
 
 def _evaluated(state: Mapping[str, Any], step: object) -> dict[str, Any] | None:
-    """The loss for which a checkpoint is the best, and of what it is one; None where it does not tell."""
+    """Return the loss for which a checkpoint is the best, and its set; None if the checkpoint has none."""
     record = state.get(BEST)
     if not isinstance(record, dict) or record.get("kept") != step:
         return None
-    found = {"of": record.get("of"), "loss": record.get("kept_loss")}
-    return found if isinstance(found["of"], str) and isinstance(found["loss"], float) else None
+    best_loss = {"of": record.get("of"), "loss": record.get("kept_loss")}
+    return best_loss if isinstance(best_loss["of"], str) and isinstance(best_loss["loss"], float) else None
 
 
 def _folder_text(
@@ -194,7 +233,7 @@ def _folder_text(
     by_file: dict[str, str],
     verified: bool,
 ) -> str:
-    """Return the table, and whether data was compared; `by_file` are the recorded losses by file."""
+    """Return the table of a folder. `by_file` has the recorded losses by file."""
     cells = [("file", "step", "size", "written (UTC)", "loss", "")]
     for row in rows:
         marks = ["damaged" if row["problems"] else "good" if verified else "readable"]

@@ -1,4 +1,4 @@
-"""Pictures of mixtures: the load of their experts, by block and step."""
+"""Pictures of the load of experts, by block and step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.report.fonts import drawable
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 
 COLUMNS = 300
-"""Of the picture at most: where there are more steps, each stands for several."""
+"""Largest number of columns. If there are more steps, each column stands for several."""
 
 _LOAD, _UNUSED = "load", "unused"
 
 
 def expert_loads(rows: Sequence[Row]) -> tuple[Array, list[int], dict[str, Array]]:
-    """Steps [n], the blocks that are mixtures in the last of them, and `load` and `unused` [blocks, n].
+    """Return steps, blocks with experts, and the load of these.
 
-    Steps of which the rows do not tell of these blocks are left out; what was not finite is nan.
+    Steps without values for these blocks are left out. Values that are not finite are NaN.
+
+    Returns:
+        The steps [n]; the blocks that are mixtures in the last step; `load` and `unused` [blocks, n].
     """
     told = [row for row in rows if isinstance(row.get("experts"), dict)]
     blocks = told[-1]["experts"].get("blocks") if told else None
@@ -45,9 +48,9 @@ def expert_loads(rows: Sequence[Row]) -> tuple[Array, list[int], dict[str, Array
 
 
 def draw_load(name: str, rows: Sequence[Row]) -> Figure | None:
-    """Blocks from the first at the top, steps from left to right; a second panel where experts were unused.
+    """Return a figure of the load of experts by block and step; None for a run without experts.
 
-    None of a run whose rows tell of no mixture.
+    A second panel shows unused experts, if there are any.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -86,7 +89,7 @@ def _heat(
     span: tuple[float, float],
     label: str,
 ) -> None:
-    """A cell for every block and column, and its colour bar."""
+    """Draw a cell for each block and column, and a colour bar."""
     from matplotlib.ticker import MaxNLocator
 
     rows = np.arange(len(blocks) + 1) - 0.5
@@ -106,12 +109,12 @@ def _heat(
 
 
 def _edges(steps: Array, window: int) -> Array:
-    """Where columns of `window` steps each begin, and the last one ends."""
+    """Return the beginnings of columns of `window` steps, and the end of the last one."""
     return np.append(steps[::window] - 0.5, steps[-1] + 0.5)
 
 
 def _in_columns(values: Array, window: int, take: Any) -> Array:
-    """[blocks, n] -> [blocks, columns]; nan where nothing of a column is finite."""
+    """Reduce values [blocks, n] to [blocks, columns]; NaN if a column has no finite value."""
     columns = []
     for first in range(0, values.shape[1], window):
         piece = values[:, first : first + window]
@@ -123,7 +126,7 @@ def _in_columns(values: Array, window: int, take: Any) -> Array:
 
 
 def _fits(experts: dict[str, Any], blocks: list[int], names: Sequence[str]) -> bool:
-    """Whether figures are of these blocks: numbers, or None for what was not finite."""
+    """Return True if there is a number or None for each of these blocks."""
     return experts.get("blocks") == blocks and all(
         isinstance(experts.get(name), list)
         and len(experts[name]) == len(blocks)

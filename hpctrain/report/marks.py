@@ -1,7 +1,7 @@
-"""What happened to a run at which step: it went on from a checkpoint, left a step out, went back, or met a
-silent fault.
+"""Events of a run by step: it was resumed, skipped a step, went back, or met a silent fault.
 
-Read from its metrics, log and file of silent faults, within bounds: anybody may have written them.
+They are read from metrics, log and the file of silent faults, with limits, since other programs may have
+written these files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hpctrain.errors import failing_as
 from hpctrain.files import open_regular, parse_json
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 
 LOG_FILE = "log.txt"
 FAULTS_FILE = "faults.jsonl"  # silent faults that were found
@@ -24,9 +24,14 @@ FAULTS_FILE = "faults.jsonl"  # silent faults that were found
 MarkKind = Literal["resumed", "skipped", "spike", "went back", "fault"]
 KINDS: tuple[MarkKind, ...] = ("resumed", "went back", "spike", "skipped", "fault")
 
-LOG_BYTES = 16 << 20  # of a log at most: its end
-LINE_BYTES = 1 << 16  # of a line; what is longer counts as several
-MOST_LINES = 5000  # that are kept of a log: the newest
+LOG_BYTES = 16 << 20
+"""Bytes at the end of a log that are read."""
+
+LINE_BYTES = 1 << 16
+"""Largest length of a line. Longer ones count as several."""
+
+MOST_LINES = 5000
+"""Largest number of lines of a log, the newest ones."""
 MOST_FAULTS = 2000
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) +(.*)", re.DOTALL)
@@ -39,7 +44,13 @@ _MOST_STEPS = 1 << 53
 
 @dataclass(frozen=True)
 class StepMark:
-    """What happened at a step, and in words how; the next step was the first one of a run that resumed."""
+    """Event at a step.
+
+    Attributes:
+        step: The step. For "resumed", it is the last step before the run was resumed.
+        kind: Kind of the event.
+        words: Description.
+    """
 
     step: int
     kind: MarkKind
@@ -48,7 +59,13 @@ class StepMark:
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a log: when it was written, in that node's time, how bad it is, and what it says."""
+    """Line of a log.
+
+    Attributes:
+        time: When it was written, in the time of the node.
+        level: Level of logging.
+        text: The message.
+    """
 
     time: str
     level: str
@@ -56,13 +73,13 @@ class LogLine:
 
     @property
     def resumed_at(self) -> int | None:
-        """The step from which it says that the run goes on."""
+        """Step from which the run was resumed according to this line; None for other lines."""
         found = _GOES_ON.fullmatch(self.text)
         return int(found[2]) if found else None
 
 
 def marks_of(rows: Sequence[Row], log: Sequence[LogLine], faults: Sequence[Row]) -> list[StepMark]:
-    """All marks of a run, in the order of their steps."""
+    """Return all events of a run in the order of their steps."""
     marks = [
         StepMark(step, "resumed", line.text)
         for line in log
@@ -81,7 +98,7 @@ def marks_of(rows: Sequence[Row], log: Sequence[LogLine], faults: Sequence[Row])
 
 
 def fault_text(row: Row) -> str:
-    """A row of the file of silent faults, in words."""
+    """Return the description of a row of the file of silent faults."""
     ranks = row.get("ranks")
     where = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, list) and ranks else ""
     detail = f": {row['detail']}" if row.get("detail") else ""
@@ -89,9 +106,10 @@ def fault_text(row: Row) -> str:
 
 
 def read_log(path: Path, most: int = MOST_LINES) -> list[LogLine]:
-    """The newest lines of a log that are warnings or worse, or say that the run went on; none without a log.
+    """Return the newest lines of a log that are warnings or errors, or say that the run was resumed.
 
-    InputOutputError where it is there and cannot be read.
+    Raises:
+        InputOutputError: The log exists, but cannot be read.
     """
     with failing_as(f"{path}: cannot be read"):
         if not os.path.lexists(path):
@@ -101,8 +119,10 @@ def read_log(path: Path, most: int = MOST_LINES) -> list[LogLine]:
 
 
 def read_faults(path: Path) -> list[dict[str, Any]]:
-    """The silent faults that a run has found, the newest ones of many, what is no row left out; none without
-    the file. InputOutputError where it cannot be read.
+    """Return the newest silent faults that a run has found; [] without the file. Invalid rows are left out.
+
+    Raises:
+        InputOutputError: The file exists, but cannot be read.
     """
     rows: list[dict[str, Any]] = []
     with failing_as(f"{path}: cannot be read"):
@@ -117,7 +137,7 @@ def read_faults(path: Path) -> list[dict[str, Any]]:
 
 
 def _ends(path: Path) -> Iterator[bytes]:
-    """The lines of the end of a file, without the first one where it may be torn."""
+    """Yield the lines at the end of a file, without an incomplete first one."""
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > LOG_BYTES:
@@ -133,5 +153,5 @@ def _line(raw: bytes) -> LogLine | None:
 
 
 def _went_back(spike: Row) -> str:
-    """Why a run had gone back to the state from which this step was made."""
+    """Return why a run went back to the state before this step."""
     return f"returned from step {spike.get('step')}: {spike.get('why')}"

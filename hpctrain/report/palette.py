@@ -1,6 +1,6 @@
-"""Colours of runs, for pictures and pages: told apart by the colour-blind, too (Okabe and Ito, 2008).
+"""Colours of runs in pictures and pages, which colour-blind readers can distinguish (Okabe and Ito, 2008).
 
-Yellow and black are left for last, since each is hard to see on one of white and black.
+Yellow and black come last, since yellow is hard to see on white, and black on black.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ON_DARK: Sequence[str] = (
 """The same hues, lighter, in the same order."""
 
 DASHES: Sequence[Sequence[float]] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
-"""Of lines, once all colours are taken; then they begin anew."""
+"""Dashes of lines after all colours are used; then colours start again."""
 
 
 def line_of(index: int) -> tuple[int, Sequence[float]]:
-    """Which of the colours, and the dashes, by which the line of a run is told from those before it."""
+    """Return the number of the colour and the dashes of the line of a run."""
     return index % len(ON_LIGHT), DASHES[index // len(ON_LIGHT) % len(DASHES)]

@@ -1,4 +1,4 @@
-"""A picture of memory against time: what can be had of one only for more of the other."""
+"""Picture of memory against time of layouts, with the Pareto frontier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hpctrain.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_NAMED = 20  # of the frontier; of more those at its two ends and evenly between
+_MOST_NAMED = 20
+"""Largest number of named candidates of the frontier, evenly selected with both ends."""
 _LETTERS = 95
 _INCHES = (8.0, 5.0)
 _INCHES_OF_ROW = 0.21
@@ -22,8 +23,13 @@ _INCHES_OF_ROW = 0.21
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout, say: its name, seconds, the bytes of the rank that holds most, and how many there are for it,
-    None where that is not known.
+    """Candidate, such as a layout.
+
+    Attributes:
+        label: Its name.
+        seconds: Its time.
+        bytes: Memory of the rank that needs most, in bytes.
+        limit: Memory that this rank has, in bytes; None if unknown.
     """
 
     label: str
@@ -33,12 +39,12 @@ class LayoutCandidate:
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much as it needs, or nothing is known."""
+        """True if it needs at most the available memory, or if that is unknown."""
         return self.limit is None or self.bytes <= self.limit
 
 
 def frontier(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Of those that fit, the ones that no other beats in both: the least memory first, the fastest last."""
+    """Return the fitting candidates that no other one beats in both memory and time, by ascending memory."""
     kept = list[LayoutCandidate]()
     fitting = (each for each in candidates if each.fits)
     for each in sorted(fitting, key=lambda each: (each.bytes, each.seconds)):
@@ -48,7 +54,7 @@ def frontier(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
 
 
 def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: str = "step") -> Figure:
-    """All of them, those that do not fit as crosses; the frontier as a line with numbers, told below it."""
+    """Return a figure of all candidates, with crosses for those that do not fit and a numbered frontier."""
     from matplotlib.figure import Figure
 
     best = frontier(candidates)
@@ -108,7 +114,7 @@ def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: s
 
 
 def _spread(best: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """All, or as many as can be named, the two ends among them."""
+    """Return all candidates, or as many as can be named, with the first and the last one."""
     if len(best) <= _MOST_NAMED:
         return list(best)
     places = {round(number * (len(best) - 1) / (_MOST_NAMED - 1)) for number in range(_MOST_NAMED)}

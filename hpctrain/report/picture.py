@@ -1,4 +1,4 @@
-"""Schedules as pictures: the grid with stages as rows and time to the right, and marks on what is wrong."""
+"""Pictures of schedules: a grid with a row for each stage and time to the right, and marks on problems."""
 
 from __future__ import annotations
 
@@ -32,9 +32,16 @@ def png(
     path: Path | str,
     problems: Sequence[ScheduleProblem] = (),
 ) -> None:
-    """Write the whole grid as a PNG; with problems, their places are framed and the reasons told.
+    """Write a schedule as a PNG file.
 
-    `simulation` may be None for a schedule that cannot run. Raises InputOutputError.
+    Args:
+        schedule: The schedule.
+        simulation: Its simulation; None if it cannot run.
+        path: The file.
+        problems: Problems of the schedule, which are framed and described.
+
+    Raises:
+        InputOutputError: The file cannot be written.
     """
     with failing_as(f"{path}: the picture cannot be written"), drawing():
         draw(schedule, simulation, problems).savefig(path, format="png", dpi=_DOTS_PER_INCH)
@@ -43,7 +50,7 @@ def png(
 def draw(
     schedule: Schedule, simulation: Simulation | None, problems: Sequence[ScheduleProblem] = ()
 ) -> Figure:
-    """The picture that `png` writes."""
+    """Return the figure that `png` writes."""
     from matplotlib.figure import Figure
 
     rows = arrange(schedule, simulation)
@@ -73,7 +80,7 @@ def draw(
     colour = _MARK if problems else "#404040"
     for number, line in enumerate(reversed(lines)):
         axes.annotate(line, (0, 1), xytext=(0, 6 + 14 * number), color=colour, **style)
-    add_legend(figure, schedule, all_reached=all(cell.reached for row in rows for cell in row))
+    add_legend(figure, schedule, is_complete=all(cell.reached for row in rows for cell in row))
     return figure
 
 
@@ -108,7 +115,7 @@ def draw_rows(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]], in
 
 
 def _write_numbers(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]], inches: float) -> None:
-    """The micro-batch into every cell that is wide enough for it in a legible size."""
+    """Write the micro-batch into every cell that is wide enough."""
     if sum(map(len, rows)) > _MOST_NUMBERS:
         return
     digits = len(str(schedule.micro_batches - 1))
@@ -141,7 +148,7 @@ def _stage_columns(axes: Axes, simulation: Simulation) -> None:
 
 
 def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequence[ScheduleProblem]) -> None:
-    """Frame every action that is wrong; what is missing gets its frame after the last action."""
+    """Frame every wrong action. A missing one is framed after the last action."""
     from matplotlib.patches import Rectangle
 
     ends = [row[-1].end if row else 0.0 for row in rows]
@@ -162,8 +169,8 @@ def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequen
         axes.plot(middle, top, marker="v", markersize=7, color=_MARK, zorder=6, clip_on=False)
 
 
-def add_legend(figure: Figure, schedule: Schedule, *, all_reached: bool = True) -> None:
-    """Tell the colours of the schedule's kinds and chunks below the figure."""
+def add_legend(figure: Figure, schedule: Schedule, *, is_complete: bool = True) -> None:
+    """Add a legend of the colours of kinds and chunks below a figure."""
     from matplotlib.patches import Patch
 
     kinds, chunks = kinds_of(schedule), range(schedule.chunks)
@@ -174,6 +181,6 @@ def add_legend(figure: Figure, schedule: Schedule, *, all_reached: bool = True) 
     for kind, chunk in entries:
         label = KINDS[kind] + (f", chunk {chunk}" if len(chunks) > 1 else "")
         patches.append(Patch(facecolor=rgb(colour_of(kind, chunk, len(chunks))), label=label))
-    if not all_reached:
+    if not is_complete:
         patches.append(Patch(facecolor="white", edgecolor="#707070", linestyle=":", label="never reached"))
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 4), frameon=False)

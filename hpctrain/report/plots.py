@@ -1,4 +1,4 @@
-"""Pictures of runs: loss, rate, throughput, norm and noise; load of experts, losses of 8 bits; schedules."""
+"""Pictures of runs: loss, learning rate, throughput, norm, noise, load of experts, 8 bits, schedules."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hpctrain.report.eight_bits import draw_losses
 from hpctrain.report.fonts import drawable, drawing
 from hpctrain.report.loads import draw_load
 from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, StepMark, marks_of, read_faults, read_log
+from hpctrain.report.metric_rows import METRICS_FILE, Row, read_metrics
 from hpctrain.report.palette import line_of
 from hpctrain.report.recorded import TRACE_FILE, read_trace
-from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 from hpctrain.units import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Average = Literal["mean", "median"]
 _INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 150
 LEARNED = {"reward": "reward of an answer", "accuracy": "share of pairs"}
-"""Figures that say better than the loss what was learned, where an objective has them, and their units."""
+"""Metrics that show better than the loss what was learned, if the objective has them, and their units."""
 
 _POINTS_UNSMOOTHED = 200
 _POINTS_DRAWN = 20_000
@@ -46,7 +46,14 @@ _X_WORDS: dict[XAxis, str] = {"steps": "step", "tokens": "tokens", "time": "trai
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """A run to be drawn: what the legend calls it, its rows, what happened, and what it is drawn over."""
+    """Run that is drawn.
+
+    Attributes:
+        name: Name in the legend.
+        rows: Rows of metrics.
+        marks: Events at steps.
+        axis: Horizontal axis.
+    """
 
     name: str
     rows: list[Row]
@@ -55,12 +62,12 @@ class PlottedRun:
 
     @property
     def label(self) -> str:
-        """The name as pictures show it, with a mark of seconds that are not this machine's."""
+        """Name in pictures, with a note if seconds are those of an emulated link."""
         slowed = any("emulated_link" in row for row in self.rows)
         return drawable(self.name) + " (emulated link)" * slowed
 
     def series(self, key: str) -> tuple[Array, Array]:
-        """Places on the axis and values of the rows that hold a number under `key`, both [points]."""
+        """Return places on the axis and values of the rows with a number for `key`, both [points]."""
         at = self.places
         points = [
             (at[row["step"]], row[key])
@@ -73,15 +80,15 @@ class PlottedRun:
 
     @cached_property
     def places(self) -> dict[int, float]:
-        """Where on the axis each step lies."""
+        """Place of each step on the axis."""
         return places(self.rows, self.axis)
 
     def skipped(self) -> Array:
-        """Where the steps lie that were skipped, [skipped steps]."""
+        """Places of skipped steps, [skipped steps]."""
         return self._at(row["step"] for row in self.rows if row.get("skipped"))
 
     def marked(self, kind: str) -> Array:
-        """Where the steps lie of what happened of a kind, [marks]."""
+        """Return the places of the events of a kind, [marks]."""
         return self._at(mark.step for mark in self.marks if mark.kind == kind)
 
     def _at(self, steps: Iterable[int]) -> Array:
@@ -95,14 +102,25 @@ def plot_runs(
     log_loss: bool = False,
     axis: XAxis = "steps",
 ) -> list[Path]:
-    """Draw runs over one another, over the same axis, as PNG files and give their paths.
+    """Draw the metrics of runs into PNG files, with all runs in each picture.
 
-    Of a run with mixtures of experts their load is drawn, and what products in 8 bits lose where it was
-    watched; where one of several pipeline stages has a trace, its schedule, too, as it ran and as simulated.
-    The files go to `out_dir`, by default `plots/` of the run
-    directory, or of the current one for several runs. HpctrainError, with all problems at once, for
-    directories without metrics, or whose metrics lack what the axis is of; InputOutputError for what is
-    damaged, and where nothing can be written.
+    Runs with experts also get a picture of their load, runs with products in 8 bits one of quantization
+    losses, and runs of a pipeline with a trace one of the measured and simulated schedule.
+
+    Args:
+        run_dirs: Run folders.
+        out_dir: Folder of the files; None for `plots/` in the run folder, or in the current folder for
+            several runs.
+        log_loss: True for a logarithmic axis of losses.
+        axis: Horizontal axis.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        HpctrainError: Folders have no metrics, or metrics lack the values of the axis. All problems are
+            reported together.
+        InputOutputError: Metrics are damaged, or files cannot be written.
     """
     folders = distinct(Path(run_dir) for run_dir in run_dirs)
     runs = load_runs(folders, axis)
@@ -123,7 +141,7 @@ def plot_runs(
 
 
 def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRun]:
-    """The rows and marks of every run directory, each run with the shortest name that tells it apart."""
+    """Return rows and events of the runs, each with the shortest name that identifies it."""
     problems: list[str] = []
     unreadable = False
     tables: list[list[Row]] = []
@@ -156,7 +174,7 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
 
 
 def _marks(run_dir: Path, rows: Sequence[Row]) -> list[StepMark]:
-    """What happened to a run; without a log or faults that can be read, what its metrics tell alone."""
+    """Return the events of a run; if its log or faults cannot be read, those in its metrics."""
     try:
         return marks_of(rows, read_log(run_dir / LOG_FILE), read_faults(run_dir / FAULTS_FILE))
     except InputOutputError:
@@ -164,8 +182,10 @@ def _marks(run_dir: Path, rows: Sequence[Row]) -> list[StepMark]:
 
 
 def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Figure]:
-    """The figures by name: loss, learning_rate, throughput (with MFU where measured), grad_norm, noise_scale
-    (where measured), and what objectives have that say better than a loss what was learned.
+    """Return the figures of runs by name.
+
+    These are loss, learning_rate, throughput (with MFU if measured) and grad_norm. If they were measured,
+    there are also noise_scale and the metrics of LEARNED.
     """
     figures = {
         "loss": _loss(runs, log_loss=log_loss),
@@ -182,9 +202,9 @@ def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Fig
 
 
 def draw_schedules(runs: Sequence[PlottedRun], run_dirs: Sequence[Path]) -> dict[str, Figure]:
-    """A figure for each run with a trace of a pipeline: `schedule`, of several runs with their names.
+    """Return a figure of the schedule for each run with a trace of a pipeline.
 
-    It shows the middle one of the steps recorded, as the first may still warm up.
+    It shows the middle one of the recorded steps, since the first one may warm up.
     """
     figures: dict[str, Figure] = {}
     for run, run_dir in zip(runs, run_dirs, strict=True):
@@ -197,7 +217,7 @@ def draw_schedules(runs: Sequence[PlottedRun], run_dirs: Sequence[Path]) -> dict
 def draw_each(
     picture: str, draw_one: Callable[[str, Sequence[Row]], Figure | None], runs: Sequence[PlottedRun]
 ) -> dict[str, Figure]:
-    """A figure for each run of which there is something to draw, of several runs with their names."""
+    """Return a figure for each run that `draw_one` can draw, by name."""
     drawn = {_name_of(picture, run, runs): draw_one(run.name, run.rows) for run in runs}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -214,7 +234,7 @@ def _loss(runs: Sequence[PlottedRun], *, log_loss: bool) -> Figure:
 
 
 def _both(runs: Sequence[PlottedRun], title: str, key: str, unit: str) -> Figure:
-    """A figure of what is measured in training, and of the held-out share."""
+    """Return a figure of a metric in training and on the validation split."""
     figure, (axes,) = make_figure(title, [unit], runs)
     for index, run in enumerate(runs):
         validation = run.series(f"validation_{key}")
@@ -297,7 +317,7 @@ def _noise_scale(runs: Sequence[PlottedRun]) -> Figure:
 
 
 def make_figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -> tuple[Figure, list[Axes]]:
-    """A figure with one panel a label, one above the other over the same steps."""
+    """Return a figure with a panel for each label, one above the other, over the same steps."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -323,7 +343,7 @@ def make_figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -
 def draw_curve(
     axes: Axes, series: tuple[Array, Array], index: int, label: str, average: Average = "median"
 ) -> None:
-    """A line; with many points a faint one, and a smooth one over it."""
+    """Draw a line; with many points a faint line and a smooth one over it."""
     steps, values = series
     _, dashes = line_of(index)
     style: dict[str, Any] = {"color": f"C{index}", **({"dashes": dashes} if dashes else {})}
@@ -340,7 +360,7 @@ def draw_curve(
 def smoothed(
     values: Array, window: int, average: Average, points: int = 600
 ) -> tuple[npt.NDArray[np.int64], Array]:
-    """At most `points` indices into the values [n], and the average over the `window` values around each."""
+    """Return at most `points` indices into values [n], and the average of `window` values around each."""
     last = len(values) - 1
     centres = np.unique(np.linspace(0, last, min(len(values), points)).astype(np.int64))
     take = np.mean if average == "mean" else np.median
@@ -354,7 +374,7 @@ def smoothed(
 
 
 def mark_events(axes: Axes, runs: Sequence[PlottedRun]) -> None:
-    """Crosses at the steps that were skipped, and other marks where a run resumed, went back, met a fault."""
+    """Draw crosses at skipped steps, and other marks where a run was resumed, went back or met a fault."""
     for index, run in enumerate(runs):
         at = {"skipped steps": ("x", run.skipped())}
         at |= {kind: (marker, run.marked(kind)) for kind, marker in _OTHER_MARKS.items()}
@@ -370,7 +390,7 @@ def mark_events(axes: Axes, runs: Sequence[PlottedRun]) -> None:
 
 
 def logarithmic(axes: Axes) -> None:
-    """Logarithmic scale for the values, with numbers that people write."""
+    """Set a logarithmic scale of values, with readable numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.set_yscale("log")
@@ -382,13 +402,13 @@ def logarithmic(axes: Axes) -> None:
 
 
 def add_legend(axes: Axes) -> None:
-    """A legend, where there is more than one label."""
+    """Add a legend if there is more than one label."""
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(fontsize=10, framealpha=0.85, edgecolor="none")
 
 
 def names_of(run_dirs: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as few of them as tell the runs apart."""
+    """Return the last parts of paths, as few as identify the runs."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]

@@ -1,4 +1,4 @@
-"""The picture of `hpctrain bench rate`: the loss of a training whose rate rises."""
+"""Picture of `hpctrain bench rate`: loss of a training with a rising learning rate."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ _DOTS_PER_INCH = 150
 def draw_rates(
     path: Path, title: str, losses: Losses, suggestion: float | None, figure: str = "loss"
 ) -> None:
-    """Write the picture; HpctrainError without matplotlib, InputOutputError where it cannot be written."""
+    """Write the picture.
+
+    Raises:
+        HpctrainError: matplotlib is not installed.
+        InputOutputError: The file cannot be written.
+    """
     with failing_as(f"{path}: the picture cannot be written"), drawing():
         picture(title, losses, suggestion, figure).savefig(path, dpi=_DOTS_PER_INCH, format="png")
 
 
 def picture(title: str, losses: Losses, suggestion: float | None, figure_name: str = "loss") -> Figure:
-    """The loss over the logarithm of the rate, faint, the smoothed one, and the rate that is suggested."""
+    """Return a figure of the loss over the logarithm of the rate, smoothed too, and the suggested rate."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

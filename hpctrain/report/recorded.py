@@ -1,4 +1,4 @@
-"""Steps as they ran, read from a trace: their bubble, and the times from which to simulate them."""
+"""Recorded steps of a trace: their bubble, and the times from which they are simulated."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from hpctrain.pipeline.action import Action, Kind, Placement, Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, summarize
 
 TRACE_FILE = "trace.json"
-TRACE_BYTES = 1 << 30  # several times what a run writes at most
+TRACE_BYTES = 1 << 30
+"""Largest size of a trace, several times that of a run's largest one."""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one pipeline as it ran: the actions of each stage in order, with start and end.
+    """Recorded step of one pipeline: the actions of each stage in order, with start and end.
 
-    Actions start when what they need is there. Times are seconds from the first start.
+    Actions start when their data are available. Times are seconds from the first start.
     """
 
     step: int
@@ -30,16 +31,16 @@ class RecordedStep:
     end: tuple[tuple[float, ...], ...]
 
     def measured(self) -> Simulation:
-        """Cost, ideal and bubble, as the simulator defines them."""
+        """Return cost, ideal and bubble, as the simulator defines them."""
         return summarize(self.schedule, self.start, self.end)
 
     def times(self) -> StageTimes:
-        """The mean time of each kind of action in each part of the model, and of messages.
+        """Return the mean time of each kind of action in each part of the model, and of messages.
 
-        A part whose backward is never split has all of it as its input gradient's. A message takes the
-        time from the end of the action that makes it to the start of the one that needs it, counted where
-        the receiver had nothing else to do meanwhile; a boundary without such a case takes the mean of
-        the others, none at all where there is none.
+        If the backward pass of a part is never split, the input gradient has all of its time. A message takes
+        the time from the end of the action that sends it to the start of the one that needs it, if the
+        receiver was idle in between. A boundary without such a message has the mean of the others, or 0 if
+        there are none.
         """
         schedule = self.schedule
         kinds: dict[tuple[Kind, int], list[float]] = {}
@@ -56,9 +57,7 @@ class RecordedStep:
         )
 
     def waits(self, stage: int) -> tuple[float, float]:
-        """Seconds in which a stage had nothing to do until another one was done, or at the end all were; and
-        until what it needed had come from there.
-        """
+        """Return the seconds in which a stage waited for other stages to compute, and for messages."""
         ends = self._ends()
         bubble, messages = 0.0, 0.0
         free = min(row[0] for row in self.start if row)
@@ -73,7 +72,7 @@ class RecordedStep:
         return bubble + max(row[-1] for row in self.end if row) - free, messages
 
     def _ends(self) -> dict[tuple[bool, int, int], float]:
-        """When the result of each action is there, by direction, part and micro-batch."""
+        """Return when the result of each action is available, by direction, part and micro-batch."""
         return {
             (action.kind == "F", self.schedule.part(stage, action.chunk), action.micro_batch): end
             for stage, actions in enumerate(self.schedule.stages)
@@ -82,7 +81,7 @@ class RecordedStep:
         }
 
     def _sent(self, ends: Mapping[tuple[bool, int, int], float], stage: int, action: Action) -> float | None:
-        """When another stage was done with what an action needs; None where it needs nothing of another."""
+        """Return when another stage had computed the data of an action; None if it needs none."""
         forward, part = action.kind == "F", self.schedule.part(stage, action.chunk)
         other = part - 1 if forward else part + 1
         if action.kind == "W" or not 0 <= other < self.schedule.parts:
@@ -110,9 +109,10 @@ class RecordedStep:
 
 
 def read_trace(path: Path) -> list[RecordedStep]:
-    """The recorded steps of the pipeline whose other coordinates are all 0, oldest first.
+    """Return the recorded steps of the first pipeline (its other coordinates are 0), oldest first.
 
-    Raises InputOutputError for a file that cannot be read, or is no trace of a run.
+    Raises:
+        InputOutputError: The file cannot be read, or is not the trace of a run.
     """
     try:
         with failing_as(f"{path}: cannot be read"):
@@ -143,8 +143,13 @@ def read_trace(path: Path) -> list[RecordedStep]:
 def recorded_step(
     step: int, stages: Mapping[int, Sequence[tuple[float, float, str]]], name: str, placement: Placement
 ) -> RecordedStep:
-    """The step in which every stage did actions of these starts, ends and texts, by the schedule's name and
-    placement.
+    """Return a recorded step.
+
+    Args:
+        step: Number of the step.
+        stages: Start, end and text of the actions of each stage.
+        name: Name of the schedule.
+        placement: Placement of the model's parts.
     """
     rows = [sorted(stages[stage]) for stage in sorted(stages)]
     zero = min(row[0][0] for row in rows if row)

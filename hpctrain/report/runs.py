@@ -1,4 +1,4 @@
-"""Two runs side by side: the keys in which their decks differ, what they are, and what came of them."""
+"""Comparison of two runs: keys in which their decks differ, and their results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from hpctrain.checkpoint.provenance import HistorySegment
 from hpctrain.deck.schema import Deck
 from hpctrain.report.contents import layout_text
 from hpctrain.report.differences import changes, value_texts
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 from hpctrain.text import counted, fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
 
 _NAMING = frozenset({"run.title", "run.dir"})
 _TITLE = 32
 _FEW = 20
-"""Rows of a run of fewer are too few for means of the last tenth to tell more than the last one."""
+"""Number of rows from which on the mean of the last tenth is shown."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a run, in words; "" where it is not. `number` is there where two may be compared."""
+    """Property of a run.
+
+    Attributes:
+        text: Its value as text; "" if unknown.
+        number: Its value if two can be compared, else None.
+    """
 
     text: str
     number: float | None = None
@@ -33,8 +38,14 @@ class Fact:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is recorded of a run: its last deck, the rows of its steps, the newest run of its chain, if any
-    checkpoint tells of it, and the last step.
+    """Contents of a run folder.
+
+    Attributes:
+        path: The folder.
+        deck: Last deck of the run.
+        rows: Rows of metrics by step.
+        newest: Newest run of its chain; None without a checkpoint.
+        last: Last step.
     """
 
     path: Path
@@ -45,10 +56,14 @@ class RunRecord:
 
 
 def side_by_side(one: RunRecord, other: RunRecord, width: int | None) -> list[str]:
-    """Tables of what differs in their decks, and of both, in lines of at most `width`.
+    """Return tables of different deck keys and of properties of two runs, as lines.
 
-    What is told of neither is left out. The last column tells how far a figure of the second is above the
-    first one's, or below.
+    The last column has the difference of the second run from the first.
+
+    Args:
+        one: The first run.
+        other: The second run.
+        width: Largest length of a line; None for no limit.
     """
     differing = changes(deck_keys(one.deck), deck_keys(other.deck))
     keys: list[tuple[str, ...]] = [(key, *value_texts(*values)) for key, values in differing.items()]
@@ -59,7 +74,11 @@ def side_by_side(one: RunRecord, other: RunRecord, width: int | None) -> list[st
     facts = [_facts(each) for each in (one, other)]
     rows: list[tuple[str, ...]] = [("", "first", "second", "difference")]
     rows += [
-        (name, *(each[name].text or "-" for each in facts), _apart(*(each[name].number for each in facts)))
+        (
+            name,
+            *(each[name].text or "-" for each in facts),
+            _relative_difference(*(each[name].number for each in facts)),
+        )
         for name in facts[0]
         if any(each[name].text for each in facts)
     ]
@@ -67,7 +86,7 @@ def side_by_side(one: RunRecord, other: RunRecord, width: int | None) -> list[st
 
 
 def deck_keys(deck: Deck) -> dict[str, object]:
-    """Keys and values by "section.key", but those that only name a run."""
+    """Return the values of a deck by "section.key", without keys that only name a run."""
     tables = deck.model_dump(by_alias=True, exclude_none=True)
     return {
         f"{section}.{key}": value
@@ -79,7 +98,7 @@ def deck_keys(deck: Deck) -> dict[str, object]:
 
 
 def _facts(record: RunRecord) -> dict[str, Fact]:
-    """By name; those of figures are of the rows there are."""
+    """Return the properties of a run by name."""
     newest, rows = record.newest, [record.rows[step] for step in sorted(record.rows)]
     ranks = "" if newest is None else counted(newest.ranks, "rank")
     layout = "" if newest is None else layout_text(newest.layout)
@@ -114,8 +133,8 @@ def _fact(number: float | None, words: Callable[[float], str]) -> Fact:
     return Fact("") if number is None else Fact(words(number), number)
 
 
-def _apart(one: float | None, other: float | None) -> str:
-    """How much more or less the other one is; "" where either is not known, or the first is not above 0."""
+def _relative_difference(one: float | None, other: float | None) -> str:
+    """Return the relative difference of two numbers; "" if one is unknown or the first is not above 0."""
     if one is None or other is None or not one > 0:
         return ""
     share = other / one - 1
@@ -123,16 +142,16 @@ def _apart(one: float | None, other: float | None) -> str:
 
 
 def _best(rows: Sequence[Row]) -> Fact:
-    """The lowest validation loss, and the step after which it was."""
-    found = [(each, row["step"]) for row in rows if (each := _number(row, "validation_loss")) is not None]
-    if len(found) < 2:  # else it is the last one
+    """Return the lowest validation loss and its step."""
+    losses = [(each, row["step"]) for row in rows if (each := _number(row, "validation_loss")) is not None]
+    if len(losses) < 2:  # else it is the last one
         return Fact("")
-    loss, step = min(found)
+    loss, step = min(losses)
     return Fact(f"{_figure(loss)} (step {step})", loss)
 
 
 def _end(losses: Sequence[float]) -> float | None:
-    """The mean of the last tenth, which tells more than the last one, of a run that is long enough."""
+    """Return the mean of the last tenth of losses; None if there are too few."""
     count = len(losses) // 10
     return sum(losses[-count:]) / count if len(losses) >= _FEW else None
 
@@ -142,8 +161,8 @@ def _middle(numbers: Sequence[float]) -> float | None:
 
 
 def _last(rows: Sequence[Row], key: str) -> float | None:
-    found = _numbers(rows, key)
-    return found[-1] if found else None
+    losses = _numbers(rows, key)
+    return losses[-1] if losses else None
 
 
 def _numbers(rows: Sequence[Row], key: str) -> list[float]:

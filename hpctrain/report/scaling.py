@@ -1,4 +1,4 @@
-"""Pictures of planned steps: seconds by cause as stacked bars, over ranks beside what is ideal."""
+"""Pictures of planned steps: seconds by cause as stacked bars, and scaling over ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,26 @@ _COLOURS = (
     *("#0072b2", "#56b4e9", "#b8def5", "#e69f00", "#009e73", "#f0e442", "#cc79a7"),
     *("#d55e00", "#c8c8c8", "#332288", "#882255", "#6e6e6e", "#000000"),
 )
-_LEAST = 0.01  # of a step: causes that are less everywhere are drawn as one
+_LEAST = 0.01
+"""Share of a step below which causes are drawn as one."""
+
 _REST = "other (less than 1% each)"
 _INCHES_HIGH, _INCHES_OF_BAR, _INCHES_LEGEND = 5.0, 0.7, 4.2
 _NARROWEST, _WIDEST = 4.0, 40.0
-_MOST_NUMBERS = 24  # bars that have their seconds above them
+_MOST_NUMBERS = 24
+"""Largest number of bars with numbers above them."""
 
 
 @dataclass(frozen=True)
 class PlannedBar:
-    """A planned step: what it is called, its ranks, seconds by cause (in words), and tokens a second."""
+    """Planned step.
+
+    Attributes:
+        label: Label of the bar.
+        ranks: Number of ranks.
+        causes: Seconds by description of the cause.
+        tokens_per_second: Tokens per second.
+    """
 
     label: str
     ranks: int
@@ -37,7 +47,7 @@ class PlannedBar:
 
 
 def draw_causes(title: str, bars: Sequence[PlannedBar]) -> Figure:
-    """A bar for each step."""
+    """Return a figure with a bar for each step."""
     figure, (axes,) = _figure(title, len(bars), 1)
     _stack(axes, bars)
     _legend(axes)
@@ -45,7 +55,7 @@ def draw_causes(title: str, bars: Sequence[PlannedBar]) -> Figure:
 
 
 def draw_scaling(title: str, bars: Sequence[PlannedBar]) -> Figure:
-    """Bars over ranks, and below them tokens a second, beside the first one's times as many ranks."""
+    """Return a figure of bars over ranks, and of tokens per second with those of ideal scaling."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     ordered = sorted(bars, key=lambda bar: bar.ranks)
@@ -149,7 +159,7 @@ def _stack(axes: Axes, bars: Sequence[PlannedBar]) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """Causes beside the bars, in the order in which they lie."""
+    """Add a legend of causes in the order of the bars."""
     handles, names = axes.get_legend_handles_labels()
     axes.legend(
         handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=10, frameon=False

@@ -1,4 +1,4 @@
-"""What a run measured, as arrays: the columns of its metrics, one value a step."""
+"""Metrics of a run as arrays with a value for each step."""
 
 from __future__ import annotations
 
@@ -15,26 +15,37 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.files import path_of
-from hpctrain.report.rows import METRICS_FILE, Row, metric_rows
+from hpctrain.report.metric_rows import METRICS_FILE, Row, metric_rows
 
 COLUMNS = 1000
-DEPTH = 8  # of records within records; what is deeper is left out
-CELLS = 1 << 28  # 2 GiB of numbers
-_EXACT = 1 << 53  # whole numbers up to here are the same as floats
+DEPTH = 8
+"""Largest depth of nested records. Deeper ones are left out."""
+
+CELLS = 1 << 28
+"""Largest number of values, which are 2 GiB."""
+
+_EXACT = 1 << 53
+"""Largest integer up to which all integers are exact as floats."""
 
 
 def metrics(run: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
-    """The metrics of a run's folder, or of a `metrics.jsonl`, by name: one value of each for every step.
+    """Return the metrics of a run folder, or of a `metrics.jsonl`, by name, with a value for each step.
 
         columns = hpctrain.metrics("runs/quickstart")
         plt.plot(columns["step"], columns["loss"])
 
-    `step`, `tokens` and other whole numbers that every step has are int64, true and false are bool (false
-    where a step says nothing), other numbers float64 (nan where a step has none, or it was not finite), texts
-    are objects ("" where there is none). A list, as of all mixtures of experts, is a row of a matrix [steps,
-    values]. What is within another record is named "experts.balance". Steps rise: where a run has gone back,
-    what it did last counts. A run may be under way: a line that is not yet complete is left out.
-    HpctrainError for a folder without metrics or no room, InputOutputError for a damaged file.
+    `step`, `tokens` and other whole numbers that every step has are int64, true and false are bool (False if
+    a step has no value), other numbers float64 (NaN if a step has no finite value), texts are objects ("" if
+    there is none). A list, such as that of all mixtures of experts, is a row of a matrix [steps, values].
+    Values of nested records have names such as "experts.balance". Steps are ascending: if a run has gone
+    back, its last values count. The run may be active: an incomplete line is left out.
+
+    Args:
+        run: The run folder or file.
+
+    Raises:
+        HpctrainError: The folder has no metrics, or they are too large.
+        InputOutputError: The file is damaged.
     """
     path = path_of(run, "run", "a run's folder")
     if path.is_dir():
@@ -50,60 +61,60 @@ def metrics(run: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
 
 
 class _Column:
-    """A value a row: numbers as they are, and what else there is by its row."""
+    """Column of values. Numbers are in an array, other values in a dict by row."""
 
     def __init__(self, rows: int) -> None:
         self.numbers = array("d", [nan]) * rows
-        self.others: dict[int, str | list[Any]] = {}
-        self.numeric = self.whole = self.bools = 0  # rows with a number, with a whole one, with true or false
+        self.objects: dict[int, str | list[Any]] = {}
+        self.numeric = self.integers = self.bools = 0  # rows with a number, an integer, a bool
         self.width = 0  # of the longest list
 
     def add(self, value: object) -> None:
-        """The value of the next row."""
+        """Add the value of the next row."""
         number = nan
         if isinstance(value, bool):
             self.bools += 1
             number = float(value)
         elif isinstance(value, int | float):
             self.numeric += 1
-            self.whole += isinstance(value, int) and abs(value) <= _EXACT
+            self.integers += isinstance(value, int) and abs(value) <= _EXACT
             number = _float(value)
         elif isinstance(value, str | list):
-            self.others[len(self.numbers)] = value
+            self.objects[len(self.numbers)] = value
             if isinstance(value, list):
                 self.width = max(self.width, len(value))
         self.numbers.append(number)
 
     def cut(self, rows: int) -> None:
-        """Leave only so many rows; what was counted of the others stays so."""
+        """Remove all rows from `rows` on. Counts of values are not reduced."""
         del self.numbers[rows:]
-        self.others = {row: value for row, value in self.others.items() if row < rows}
+        self.objects = {row: value for row, value in self.objects.items() if row < rows}
 
     def array(self) -> NDArray[Any]:
-        """The values, as `metrics` tells."""
+        """Return the values as described in `metrics`."""
         numbers: NDArray[np.float64] = np.array(self.numbers)
         count = len(numbers)
-        lists = {row: value for row, value in self.others.items() if isinstance(value, list)}
-        alike = len(lists) == len(self.others) and not self.numeric and not self.bools
-        if lists and alike and all(_is_number(each) for value in lists.values() for each in value):
+        lists = {row: value for row, value in self.objects.items() if isinstance(value, list)}
+        only_lists = len(lists) == len(self.objects) and not self.numeric and not self.bools
+        if lists and only_lists and all(_is_number(each) for value in lists.values() for each in value):
             matrix = np.full((count, self.width), nan)
             for row, value in lists.items():
                 matrix[row, : len(value)] = [_float(each) for each in value]
             return matrix
-        if self.others:
+        if self.objects:
             texts = np.full(count, "", object)
-            for row, text in self.others.items():
+            for row, text in self.objects.items():
                 texts[row] = text
             return texts
         if self.bools and not self.numeric:
             return np.nan_to_num(numbers).astype(bool)
-        if self.whole and self.whole == self.numeric and np.isfinite(numbers).all():
+        if self.integers and self.integers == self.numeric and np.isfinite(numbers).all():
             return numbers.astype(np.int64)
         return numbers
 
 
 class _SeriesTable:
-    """The rows so far, steps rising."""
+    """Table of rows with ascending steps."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +122,7 @@ class _SeriesTable:
         self.columns: dict[str, _Column] = {}
 
     def add(self, row: Row) -> None:
-        """Another row; those of its step and later ones, which were before it, go."""
+        """Add a row. Earlier rows of the same or later steps are removed."""
         step = row["step"]
         if self.steps and step <= self.steps[-1]:
             rows = bisect_left(self.steps, step)
@@ -134,13 +145,13 @@ class _SeriesTable:
             )
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All columns; "step", where there is no row yet."""
+        """Return all columns; only "step" without rows."""
         arrays = {name: column.array() for name, column in self.columns.items()}
         return {**arrays, "step": np.array(self.steps, np.int64)}
 
 
 def _flat(prefix: str, row: Row, depth: int) -> Iterator[tuple[str, object]]:
-    """Names and values, those within another record by its name and theirs."""
+    """Yield names and values. Those of nested records have names such as "experts.balance"."""
     for name, value in row.items():
         if not isinstance(value, dict):
             yield f"{prefix}{name}", value

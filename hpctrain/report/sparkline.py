@@ -1,4 +1,4 @@
-"""A curve in a line of text."""
+"""Curve in a line of text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-LETTERS = "_.-~=+*#"  # where there are no others
+LETTERS = "_.-~=+*#"
+"""Marks for terminals without Unicode."""
 
 
 def sparkline(values: Sequence[float], width: int, marks: str = BLOCKS) -> str:
-    """At most `width` marks for finite values, each for the mean of its share of them."""
+    """Return at most `width` marks for the finite values, each for the mean of some of them."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))

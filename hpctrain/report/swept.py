@@ -1,4 +1,4 @@
-"""The picture of a sweep: the loss of its runs over the values of a key."""
+"""Picture of a sweep: losses of its runs over the values of a key."""
 
 from __future__ import annotations
 
@@ -21,31 +21,47 @@ _DECADES_APART = 10
 
 @dataclass(frozen=True)
 class SweptRun:
-    """A run: its values by key, as written, its loss, its validation loss and the figure that is wanted, nan
-    where there is none.
+    """Run of a sweep. Numbers are NaN if there is none.
+
+    Attributes:
+        values: Values by key, as written.
+        loss: Its loss.
+        validation: Its validation loss.
+        metric: The metric that the user asks for.
     """
 
     values: Mapping[str, str]
     loss: float
     validation: float
-    wanted: float = nan
+    metric: float = nan
 
 
-def draw_sweep(path: Path, title: str, runs: Sequence[SweptRun], wanted: str = "") -> None:
-    """Write the picture; HpctrainError without matplotlib or where no run has a loss, InputOutputError where
-    it cannot be written.
+def draw_sweep(path: Path, title: str, runs: Sequence[SweptRun], metric: str = "") -> None:
+    """Write the picture.
+
+    Args:
+        path: The file.
+        title: Title of the picture.
+        runs: The runs.
+        metric: Name of the metric that the user asks for; "" for the loss.
+
+    Raises:
+        HpctrainError: matplotlib is not installed, or no run has a value.
+        InputOutputError: The file cannot be written.
     """
-    if wanted and not any(isfinite(run.wanted) for run in runs):
-        raise HpctrainError(f"{path}: there is nothing to draw before a run of the sweep has a {wanted}")
+    if metric and not any(isfinite(run.metric) for run in runs):
+        raise HpctrainError(f"{path}: there is nothing to draw before a run of the sweep has a {metric}")
     if not any(isfinite(run.loss) for run in runs):
         raise HpctrainError(f"{path}: there is nothing to draw before a run of the sweep has a loss")
     with failing_as(f"{path}: the picture cannot be written"), drawing():
-        picture(title, runs, wanted).savefig(path, dpi=_DOTS_PER_INCH, format="png")
+        picture(title, runs, metric).savefig(path, dpi=_DOTS_PER_INCH, format="png")
 
 
-def picture(title: str, runs: Sequence[SweptRun], wanted: str = "") -> Figure:
-    """The figure of each run that is `wanted`, else its validation loss, or its loss where not all have one,
-    over its first key; runs whose other values are the same are a line.
+def picture(title: str, runs: Sequence[SweptRun], metric: str = "") -> Figure:
+    """Return a figure of the metric of each run over its first key.
+
+    Without a metric, it is the validation loss, or the loss if some runs have no validation loss. Runs with
+    equal values of the other keys form a line.
     """
     from matplotlib.figure import Figure
 
@@ -67,7 +83,7 @@ def picture(title: str, runs: Sequence[SweptRun], wanted: str = "") -> Figure:
             value = run.values.get(first, "")
             number = numbers[value]
             place = number if numeric and number is not None else float(texts.index(value))
-            points.append((place, run.wanted if wanted else run.validation if validated else run.loss))
+            points.append((place, run.metric if metric else run.validation if validated else run.loss))
         points.sort()
         axes.plot(
             [x for x, _ in points],
@@ -84,7 +100,7 @@ def picture(title: str, runs: Sequence[SweptRun], wanted: str = "") -> Figure:
     axes.set_title(f"Sweep: {drawable(title)}", fontsize=14, loc="left", pad=10)
     axes.set_xlabel(drawable(first), fontsize=12)
     label = "validation loss" if validated else "loss, mean of the last tenth"
-    axes.set_ylabel(drawable(wanted) or label, fontsize=12)
+    axes.set_ylabel(drawable(metric) or label, fontsize=12)
     axes.tick_params(labelsize=11)
     axes.grid(color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -1,8 +1,8 @@
-"""Whether a person watches what this rank prints, how wide the window is, and what may be drawn in it.
+"""Terminal that shows the output of this rank: whether there is one, its width, and what can be drawn.
 
-A rank's own stdout does not tell. Open MPI gives every rank a pseudo-terminal even where the output of mpirun
-goes to a file, MPICH gives it a pipe even on a terminal. So the launcher is looked for among the ancestors of
-this process, and its stdout is asked instead.
+The stdout of a rank does not tell. Open MPI gives every rank a pseudo-terminal even if the output of mpirun
+goes to a file, and MPICH gives it a pipe even on a terminal. So the stdout of the launcher is examined, which
+is searched among the ancestors of this process.
 """
 
 from __future__ import annotations
@@ -31,40 +31,44 @@ FILE_COLUMNS = 160
 # Stands for a blank where no line is broken; no text that is told holds it.
 _JOINT = "\0"
 _BLIND = frozenset({"", "dumb", "unknown"})
-_AT_ONCE = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK  # how a terminal is opened
+_AT_ONCE = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK
+"""Flags with which a terminal is opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """The terminal on which the output of this rank ends up."""
+    """Terminal that shows the output of this rank.
+
+    Attributes:
+        device: Path of the terminal, such as `/dev/pts/3` or `/proc/1234/fd/1`.
+        takes_errors: True if it also shows stderr.
+    """
 
     device: str
-    """Path of it, such as `/dev/pts/3` or `/proc/1234/fd/1`."""
     takes_errors: bool
-    """Whether stderr ends up there, too."""
 
     def columns(self) -> int:
-        """Its width now, in characters, unless COLUMNS says otherwise; 80 where it does not know."""
-        if wish := _wished_columns():
-            return wish
+        """Return its current width in characters, or COLUMNS if that is set; 80 if it is unknown."""
+        if value := _columns_variable():
+            return value
         with suppress(OSError), descriptor_of(self.device, _AT_ONCE) as descriptor:
             return os.get_terminal_size(descriptor).columns or DEFAULT_COLUMNS
         return DEFAULT_COLUMNS
 
 
 def columns() -> int | None:
-    """What text on stdout keeps to: COLUMNS, or the terminal's; None for a file, which has no width."""
+    """Return the width of text on stdout: COLUMNS, or that of the terminal; None for a file."""
     terminal = find_terminal()
-    return (_wished_columns() or None) if terminal is None else terminal.columns()
+    return (_columns_variable() or None) if terminal is None else terminal.columns()
 
 
 def coloured() -> bool:
-    """Whether stdout is to have colours and bold letters: on a terminal that can, unless NO_COLOR is set."""
-    return can_be_drawn_on() and _colours_wanted()
+    """Return True if stdout may have colours: it is a terminal that has them, and NO_COLOR is not set."""
+    return can_be_drawn_on() and _allows_colours()
 
 
 def stdout_console() -> Console:
-    """For the tables of a verb: in a file without colours."""
+    """Return a console for tables on stdout, without colours in a file."""
     from rich.console import Console
 
     return Console(
@@ -77,12 +81,12 @@ def stdout_console() -> Console:
 
 
 def live_console() -> Console:
-    """For a table that is drawn again and again on the terminal of stdout."""
+    """Return a console for a table that is drawn repeatedly on the terminal of stdout."""
     from rich.console import Console
 
     return Console(
         force_terminal=True,
-        color_system="auto" if _colours_wanted() else None,
+        color_system="auto" if _allows_colours() else None,
         legacy_windows=False,
         highlight=False,
         markup=False,
@@ -91,40 +95,40 @@ def live_console() -> Console:
 
 
 def can_be_drawn_on() -> bool:
-    """Whether stdout is a terminal that can draw over what it shows."""
+    """Return True if stdout is a terminal that can replace its text."""
     return find_terminal() is not None and os.environ.get("TERM", "") not in _BLIND
 
 
 def stderr_console() -> Console:
-    """For what goes to stderr while a verb works."""
+    """Return a console for output on stderr."""
     from rich.console import Console
 
-    return Console(stderr=True, color_system="auto" if _colours_wanted() else None)
+    return Console(stderr=True, color_system="auto" if _allows_colours() else None)
 
 
 class _Nowhere(io.TextIOWrapper):
-    """A screen with the letters of another one, on which nothing appears."""
+    """Stream that discards its text, with the encoding of another one."""
 
     def __init__(self, other: TextIO | None) -> None:
         super().__init__(io.BytesIO(), encoding=getattr(other, "encoding", None) or "utf-8")
 
     def write(self, text: str) -> int:
-        """Forget it."""
+        """Discard the text."""
         return len(text)
 
 
 def bar_console(output: TextIO | None) -> Console:
-    """To draw a live bar for a terminal that was found; our stdout, which knows nothing of it, is not asked.
+    """Return a console for a live bar, whose output is captured, whatever this process's stdout is.
 
-    What it draws is captured: rich itself flushes after each capture, and ends the process where the screen
-    has gone away.
+    rich would flush its stream after each capture, and end the process if the terminal has been closed. So
+    the console has a stream that discards its text.
     """
     from rich.console import Console
 
     return Console(
         file=_Nowhere(output),
         force_terminal=True,
-        color_system="auto" if _colours_wanted() else None,
+        color_system="auto" if _allows_colours() else None,
         legacy_windows=False,
         highlight=False,
         markup=False,
@@ -132,9 +136,9 @@ def bar_console(output: TextIO | None) -> Console:
 
 
 def fit(line: str, width: int | None) -> list[str]:
-    """A line that is broken between words where it is longer than `width`; what follows is indented.
+    """Break a line between words if it is longer than `width`. Further lines are indented.
 
-    A command in backticks stays whole, so that it can be copied.
+    A command in backticks is not broken, so that it can be copied.
     """
     if width is None or len(line) <= width:
         return [line]
@@ -145,24 +149,26 @@ def fit(line: str, width: int | None) -> list[str]:
     return [each.replace(_JOINT, " ") for each in broken]
 
 
-def _colours_wanted() -> bool:
-    # NO_COLOR asks for plain text; rich would leave bold letters.
+def _allows_colours() -> bool:
+    # With NO_COLOR, rich would still write bold letters.
     return not os.environ.get("NO_COLOR")
 
 
-def _wished_columns() -> int:
-    wish = os.environ.get("COLUMNS", "")
-    return int(wish) if wish.isdecimal() and len(wish) < 6 else 0
+def _columns_variable() -> int:
+    value = os.environ.get("COLUMNS", "")
+    return int(value) if value.isdecimal() and len(value) < 6 else 0
 
 
 def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Terminal | None:
-    """The terminal that shows the stdout of `process` (default: this one), None where no terminal does.
+    """Return the terminal that shows the stdout of a process; None if there is none.
 
-    `proc` is where the kernel's view of the processes is mounted; without one only this process is asked.
+    Args:
+        proc: Mount point of the kernel's process information. Without it, only this process is examined.
+        process: The process; None for this one.
     """
     files = proc / str(process or os.getpid()) / "fd"
     if process is None and not files.is_dir():
-        return _own_terminal()
+        return _terminal_of_this_process()
     if stat.S_ISREG(_status(files / "1")[0]):  # redirected by a shell between the launcher and this process
         return None
     launcher = _find_launcher(proc, process or os.getpid())
@@ -178,11 +184,11 @@ def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Ter
 
 
 def _find_launcher(proc: Path, process: int) -> int | None:
-    """The nearest launcher among the ancestors, else the farthest agent of one, else None."""
+    """Return the nearest launcher among the ancestors, else the farthest agent of one, else None."""
     agent: int | None = None
-    seen: set[int] = set()
-    while process > 1 and process not in seen:
-        seen.add(process)
+    visited: set[int] = set()
+    while process > 1 and process not in visited:
+        visited.add(process)
         try:
             # `1234 (the name) S 1200 ...`: the name may itself hold blanks and parentheses.
             head, _, tail = (proc / str(process) / "stat").read_text(errors="replace").rpartition(")")
@@ -198,7 +204,7 @@ def _find_launcher(proc: Path, process: int) -> int | None:
     return agent
 
 
-def _own_terminal() -> Terminal | None:
+def _terminal_of_this_process() -> Terminal | None:
     with suppress(OSError, ValueError):  # not a terminal, no descriptor at all
         device = os.ttyname(sys.stdout.fileno())
         errors = sys.stderr.isatty() and os.ttyname(sys.stderr.fileno()) == device
@@ -207,7 +213,7 @@ def _own_terminal() -> Terminal | None:
 
 
 def _status(path: Path) -> tuple[int, int]:
-    """Mode and device of a file; zeros where there is none."""
+    """Return mode and device of a file; zeros if there is none."""
     with suppress(OSError):
         return path.stat().st_mode, path.stat().st_rdev
     return 0, 0

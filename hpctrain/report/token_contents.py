@@ -1,4 +1,4 @@
-"""What a token file holds, for `hpctrain inspect`."""
+"""Contents of a token file, for `hpctrain inspect`."""
 
 from __future__ import annotations
 
@@ -17,41 +17,49 @@ from hpctrain.text import counted, escaped
 
 
 def is_token_file(path: Path) -> bool:
-    """Return whether a file calls itself a token file; TokenFile says what else is wrong with it."""
+    """Return True if a file is marked as a token file. It may be damaged nevertheless."""
     return format_of(path) == FORMAT
 
 
 def token_contents(path: Path, verify: bool = False) -> dict[str, Any]:
-    """What is known of a token file; errors as of TokenFile, which is read whole to `verify` it."""
+    """Return the contents of a token file.
+
+    Args:
+        path: The file.
+        verify: True to read all of it and compare its checksums.
+
+    Raises:
+        HpctrainError: As in TokenFile.
+    """
     file = TokenFile(path, "token file")
     if verify:
         file.verify()
     tokenizer = BYTES if file.tokenizer_text == BYTES else "JSON of tokenizers"
-    found = {"file": str(path), "kind": file.kind, "rows": file.documents, "learned": file.tokens}
-    found |= asdict(file.header) | {"tokenizer": tokenizer, "fingerprint": file.fingerprint}
+    contents = {"file": str(path), "kind": file.kind, "rows": file.documents, "learned": file.tokens}
+    contents |= asdict(file.header) | {"tokenizer": tokenizer, "fingerprint": file.fingerprint}
     if file.kind != TEXT_KIND:
-        found |= {"rows": file.contents.rows, "learned": file.contents.learned}
+        contents |= {"rows": file.contents.rows, "learned": file.contents.learned}
         try:
-            found["template"] = ChatTemplate.from_json(file.template_text).text
+            contents["template"] = ChatTemplate.from_json(file.template_text).text
         except (ValueError, TypeError):
             raise InputOutputError(f"{file.where}: is damaged (/template is no chat template)") from None
-    return found | ({"verified": True} if verify else {})
+    return contents | ({"verified": True} if verify else {})
 
 
-def token_contents_text(found: dict[str, Any]) -> list[str]:
-    """The same for people."""
-    kind, rows = found["kind"], counted(found["rows"], NOUNS[found["kind"]])
-    lines = [f"{escaped(found['file'])}: a token file of {kind}: {rows}, {found['tokens']} tokens"]
+def token_contents_text(contents: dict[str, Any]) -> list[str]:
+    """Return the lines that a terminal shows."""
+    kind, rows = contents["kind"], counted(contents["rows"], NOUNS[contents["kind"]])
+    lines = [f"{escaped(contents['file'])}: a token file of {kind}: {rows}, {contents['tokens']} tokens"]
     if kind not in {TEXT_KIND, PROMPTS}:
-        share = 100 * found["learned"] / found["tokens"]
-        lines[0] += f", {found['learned']} of them learned ({share:.1f}%)"
+        share = 100 * contents["learned"] / contents["tokens"]
+        lines[0] += f", {contents['learned']} of them learned ({share:.1f}%)"
     if kind == PREFERENCES:
         lines.append("each pair is two documents, what is preferred first")
     lines += [
-        f"vocabulary {found['vocabulary']} ({found['tokenizer']}), "
-        f"token {found['end_of_document']} ends a document",
-        f"made from {escaped(found['source'])} by hpctrain {escaped(found['package'])}",
+        f"vocabulary {contents['vocabulary']} ({contents['tokenizer']}), "
+        f"token {contents['end_of_document']} ends a document",
+        f"made from {escaped(contents['source'])} by hpctrain {escaped(contents['package'])}",
     ]
-    if "template" in found:
-        lines += ["chat template:", *(f"  {escaped(each)}" for each in found["template"].splitlines())]
-    return [*lines, "All data match their checksums." if "verified" in found else UNVERIFIED]
+    if "template" in contents:
+        lines += ["chat template:", *(f"  {escaped(each)}" for each in contents["template"].splitlines())]
+    return [*lines, "All data match their checksums." if "verified" in contents else UNVERIFIED]

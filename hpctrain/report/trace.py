@@ -1,4 +1,4 @@
-"""Traces: what every rank did when, in one file of Chrome trace JSON, which ui.perfetto.dev opens."""
+"""Traces of all ranks in one file of Chrome trace JSON, which ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,19 @@ _ROWS = (SCHEDULE, EVALUATION, PHASES)
 
 
 def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) -> None:
-    """Gather all ranks' timelines into one file. Collective; the timeline pauses.
+    """Gather the timelines of all ranks into one file. Collective. The timeline pauses meanwhile.
 
-    Processes are ranks, threads are rows: the schedule, evaluation, the phases of the step, and the groups
-    along the axes, each with as many rows as it has operations under way at once. Times are those of rank
-    0's clock. `schedule` tells name and placement. Raises InputOutputError on all ranks.
+    Processes are ranks. Threads are rows: the schedule, evaluation, phases of the step, and the groups along
+    the axes, each with as many rows as it has simultaneous operations. Times are those of rank 0's clock.
+
+    Args:
+        path: The file.
+        timeline: Timeline of this rank.
+        mesh: Mesh of the ranks.
+        schedule: Schedule, whose name and placement are written.
+
+    Raises:
+        InputOutputError: The file cannot be written; on all ranks.
     """
     timeline.pause()
     world = mesh.world
@@ -58,7 +66,7 @@ def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) 
 
 
 def gather_steps(timeline: Timeline, mesh: Mesh, schedule: Schedule) -> list[RecordedStep]:
-    """The steps of a timeline as this rank's pipeline made them. Collective; the timeline pauses."""
+    """Return the recorded steps of this rank's pipeline. Collective. The timeline pauses meanwhile."""
     timeline.pause()
     ahead = clock_offset(mesh.world.everyone, mesh.world.node)
     own = [
@@ -75,7 +83,7 @@ def gather_steps(timeline: Timeline, mesh: Mesh, schedule: Schedule) -> list[Rec
 
 
 def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[str, Any]]:
-    """The events of this rank, microseconds since `zero` on its own clock."""
+    """Yield the events of this rank, with microseconds since `zero` on its clock."""
     rank = mesh.world.rank
     axes = [axis for axis in mesh.sizes if axis != "pipeline" and mesh.size(axis) > 1]
     name = [f"rank {rank}", f"stage {mesh.coordinate('pipeline')}"]
@@ -134,7 +142,7 @@ def _dump(value: Mapping[str, Any]) -> str:
 
 
 def _pieces(everyone: Group, text: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
-    """At rank 0 all ranks' texts with commas between, `_PIECE` bytes at most at a time; others send."""
+    """Yield the texts of all ranks with commas in pieces of `_PIECE` bytes on rank 0. Other ranks send."""
     for rank, size in enumerate(sizes):
         if rank > 0 and everyone.rank == 0:
             yield b",\n"
@@ -151,7 +159,7 @@ def _pieces(everyone: Group, text: bytes, sizes: Sequence[int]) -> Iterator[byte
 
 
 def _write(path: Path, head: str, pieces: Iterator[bytes], tail: str) -> OSError | None:
-    """Write under a temporary name and rename; the error where that fails."""
+    """Write a file under a temporary name and rename it. Return the error if that fails."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with temporary.open("wb") as file:

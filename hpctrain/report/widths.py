@@ -1,4 +1,4 @@
-"""The picture of `hpctrain bench mup`: spreads by width and step, and losses by rate and width."""
+"""Picture of `hpctrain bench mup`: spreads by width and step, and losses by rate and width."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Spreads = Mapping[str, Mapping[str, Mapping[int, list[float]]]]
-"""By parametrization, kind of value and width: of each step."""
+"""Spread of each step by parametrization, kind of value and width."""
 Losses = Mapping[str, Mapping[int, Mapping[float, float]]]
-"""By parametrization, width and rate."""
+"""Loss by parametrization, width and rate."""
 Best = Callable[[Mapping[float, float]], float | None]
 
 _DOTS_PER_INCH = 150
 
 
 def draw_widths(path: Path, spreads: Spreads, losses: Losses, best: Best) -> None:
-    """Write the picture; HpctrainError without matplotlib, InputOutputError where it cannot be written."""
+    """Write the picture.
+
+    Raises:
+        HpctrainError: matplotlib is not installed.
+        InputOutputError: The file cannot be written.
+    """
     with failing_as(f"{path}: the picture cannot be written"), drawing():
         picture(spreads, losses, best).savefig(path, dpi=_DOTS_PER_INCH, format="png")
 
 
 def picture(spreads: Spreads, losses: Losses, best: Best) -> Figure:
-    """A row of panels for each parametrization: a kind of value each, and the losses, if there are any."""
+    """Return a figure with a row per parametrization, and panels for each kind of value and for losses."""
     import matplotlib as mpl
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -65,7 +70,7 @@ def picture(spreads: Spreads, losses: Losses, best: Best) -> Figure:
 
 
 def _draw_losses(axes: Axes, by_width: Mapping[int, Mapping[float, float]], best: Best) -> None:
-    """A line for each width, and where its best rate is."""
+    """Draw a line for each width, and a mark at its best rate."""
     for number, (width, losses) in enumerate(by_width.items()):
         told = {rate: loss for rate, loss in losses.items() if isfinite(loss)}
         (line,) = axes.plot(
@@ -93,7 +98,7 @@ def _style(axes: Axes, widths: list[int], title: str, label: str) -> None:
 
 
 def _same_scale(panels: list[Any]) -> None:
-    """The same range of values in all of them."""
+    """Set the same range of values in all panels."""
     limits = [axes.get_ylim() for axes in panels]
     for axes in panels:
         axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))

@@ -20,7 +20,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.fault_checks.spikes import Spike, recorded_spikes
 from hpctrain.hdf5 import format_of
-from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
+from hpctrain.report.metric_rows import METRICS_FILE, Row, read_metrics
 from hpctrain.train.rollback_history import find_rollback, rollback_steps
 
 _DECK = "deck.toml"

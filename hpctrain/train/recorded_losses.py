@@ -16,7 +16,7 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.hdf5 import format_of
-from hpctrain.report.rows import METRICS_FILE, read_metrics
+from hpctrain.report.metric_rows import METRICS_FILE, read_metrics
 from hpctrain.text import counted
 from hpctrain.train.compared_run import known_spikes, left_sentence
 from hpctrain.train.rollback_history import find_rollback

@@ -11,7 +11,7 @@ from hpctrain.checkpoint.mirrored import find_mirror, write_mirror
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.report.rows import METRICS_FILE, scan_metrics
+from hpctrain.report.metric_rows import METRICS_FILE, scan_metrics
 from hpctrain.text import counted
 from hpctrain.watch.folder import take_folder
 

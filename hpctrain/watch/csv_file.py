@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hpctrain.files import finite
-from hpctrain.report.rows import METRICS_FILE, Row, scan_metrics
+from hpctrain.report.metric_rows import METRICS_FILE, Row, scan_metrics
 from hpctrain.watch.scalars import Scalar, scalars
 
 CSV_FILE = "metrics.csv"

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text, strict_json
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 from hpctrain.report.runs import deck_keys
 from hpctrain.watch.csv_file import CsvFile
 from hpctrain.watch.event_file import EventFile

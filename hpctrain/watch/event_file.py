@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 from hpctrain.watch.scalars import numbers
 
 EVENT_FOLDER = "tensorboard"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 
 MOST_ROWS = 10_000
 """Largest number of rows that wait for a writer."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpctrain.deck.sections.evaluation import VALIDATION
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import flush_to_disk, strict_json
-from hpctrain.report.rows import Row, scan_metrics
+from hpctrain.report.metric_rows import Row, scan_metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from hpctrain.deck.toml import MAX_DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import check_output, distinct, open_regular, read_text, require_writable
 from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, LogLine, StepMark, marks_of, read_faults, read_log
+from hpctrain.report.metric_rows import METRICS_FILE, Row
 from hpctrain.report.page.page import HEAD, page
-from hpctrain.report.page.run_summary import KeptCheckpoint, RunEvent, RunSummary
+from hpctrain.report.page.run_summary import RunEvent, RunSummary, StoredCheckpoint
 from hpctrain.report.plots import PlottedRun, load_runs
 from hpctrain.report.recorded import TRACE_FILE, RecordedStep, read_trace
-from hpctrain.report.rows import METRICS_FILE, Row
 from hpctrain.report.samples import SAMPLES_FILE, try_samples
 from hpctrain.watch.predicted_vs_measured import compare_with_plan
 from hpctrain.watch.run_files import is_run
@@ -214,7 +214,7 @@ def _recorded(path: Path, problems: list[str]) -> RecordedStep | None:
     return steps[len(steps) // 2] if steps and steps[0].schedule.stage_count > 1 else None
 
 
-def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[KeptCheckpoint], list[HistorySegment]]:
+def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[StoredCheckpoint], list[HistorySegment]]:
     """Return the checkpoints, newest first, and the chain of runs that led to the newest readable one."""
     inner = folder / "checkpoints"
     try:
@@ -226,12 +226,14 @@ def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[KeptCheckpoint
     for name in (LATEST, BEST):
         if (inner / name).is_symlink():
             links.setdefault(Path(os.path.realpath(inner / name)).name, []).append(name)
-    stored: list[KeptCheckpoint] = []
+    stored: list[StoredCheckpoint] = []
     for path in paths:
         with suppress(OSError):  # a run deletes old ones at any time
             status = path.stat()
             written = datetime.fromtimestamp(status.st_mtime, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-            stored.append(KeptCheckpoint(path, status.st_size, written, ", ".join(links.get(path.name, []))))
+            stored.append(
+                StoredCheckpoint(path, status.st_size, written, ", ".join(links.get(path.name, [])))
+            )
     return stored, _history(paths[:_EXAMINED], problems)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular, parse_json
-from hpctrain.report.rows import METRICS_FILE
+from hpctrain.report.metric_rows import METRICS_FILE
 from hpctrain.watch.statuses import read_status
 
 TAIL_BYTES = 256 << 10

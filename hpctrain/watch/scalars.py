@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 
 Scalar = bool | int | float | str
 

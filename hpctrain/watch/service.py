@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from hpctrain.host.commands import code_command
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 from hpctrain.text import escaped
 from hpctrain.watch.scalars import scalars
 

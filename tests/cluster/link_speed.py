@@ -24,7 +24,7 @@ from statistics import median
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.forms import LinkWish
 from hpctrain.plan.links import WARMING
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.text import table
 from hpctrain.units import format_bytes, format_count, format_seconds, parse_link
 from tests.cluster.cluster import ROOT, Cluster, missing

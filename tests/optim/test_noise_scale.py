@@ -12,7 +12,7 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.optim.noise_scale import NoiseScale
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.status import stored_status
 from tests.train.test_run import DECK

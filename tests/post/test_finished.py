@@ -24,7 +24,7 @@ from hpctrain.generate.generation_model import load
 from hpctrain.post.task import evaluate_task
 from hpctrain.post.trainer import make_trainer
 from hpctrain.report.contents import contents
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import corruption
 from hpctrain.train.compare import compare
 from hpctrain.train.evaluate import evaluate

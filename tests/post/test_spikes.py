@@ -13,7 +13,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.post.trainer import make_trainer
 from hpctrain.report.inspect import InspectOptions, inspect
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.step import ReadBatches, Step, TrainState
 from tests.post.policies import LENGTH, policy, write_deck, write_prompts

@@ -1,6 +1,6 @@
 """A schedule as a grid of letters on a terminal.
 
-Tests of report/picture.py beside report/grid.py.
+Tests of report/grid.py, report/picture.py and report/cells.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 from hpctrain.report.runs import RunRecord, side_by_side
 from tests.engines import small_deck
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.report.figures import demand_ending
+from hpctrain.report.figures import require_picture_suffix
 from hpctrain.report.scaling import PlannedBar, draw_causes, draw_scaling
 
 BARS = [
@@ -40,6 +40,6 @@ def test_ideal_is_the_fewest_ranks_speed_times_ranks() -> None:
 
 def test_endings_are_those_of_pictures() -> None:
     for name in ("a.png", "b.SVG", "c.pdf"):
-        demand_ending(Path(name))
+        require_picture_suffix(Path(name))
     with pytest.raises(HpctrainError, match="is to be a picture"):
-        demand_ending(Path("a.jpeg"))
+        require_picture_suffix(Path("a.jpeg"))

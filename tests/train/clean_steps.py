@@ -19,7 +19,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.plan import engine as planned
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import corruption
 from hpctrain.train.verify import NOISE_STD
 from tests.train.poisoned import make_deck, train

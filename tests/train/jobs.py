@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from tests.launch import clean_environment, launcher
 from tests.train.test_run import DECK, contents
 

@@ -14,7 +14,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.optim.schedule import LearningRate
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import ReadBatches, Step, StepResult, TrainState
 from hpctrain.train.trainer import Trainer

@@ -19,7 +19,7 @@ from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_reward import KEYS, make_trainer

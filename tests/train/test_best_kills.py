@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.names import checkpoint_step
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from tests.train.jobs import RANKS, Jobs, kill, losses, same
 
 KILLS = 20

@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.fault_checks.spikes import Spike
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import compared_run
 from hpctrain.train.compare import compare
 from hpctrain.train.origin import SOURCE

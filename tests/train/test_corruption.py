@@ -28,7 +28,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.marks import read_faults
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import corruption, healing
 from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.hook import Hook, StepDone

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from tests.train.test_run import deck_file
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.compare import compare
 from hpctrain.train.replay import ROUNDING, replay
 from hpctrain.train.run import resume, run_deck

@@ -18,7 +18,7 @@ from hpctrain.cli.evaluate import command
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as module
 from hpctrain.train import shown
 from hpctrain.train.evaluate import evaluate

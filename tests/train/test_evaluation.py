@@ -23,7 +23,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.model.part import logits_of
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import checkpoints, watchers
 from hpctrain.train.best import BestSoFar
 from hpctrain.train.run import resume, run_deck

@@ -19,7 +19,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.fault_checks.spikes import recorded_spikes
 from hpctrain.plan.memory import rollback_copy_bytes
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.compared_run import load_run
 from hpctrain.train.replay import replay
 from hpctrain.train.run import open_run, resume

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from tests.plan.time.test_machine_rates import FILE
 from tests.train.test_run import contents, deck_file

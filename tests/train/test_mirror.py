@@ -19,7 +19,7 @@ from hpctrain.checkpoint import mirror_folder
 from hpctrain.checkpoint.slot import read_part
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import mirror as train_mirror
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.trainer import Trainer

@@ -25,7 +25,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.mixtures.router import Router
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.routing import ROUTING_FILE
 from hpctrain.train.routing_file import RoutingFile
 from hpctrain.train.run import run_deck

@@ -26,7 +26,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as evaluate_module
 from hpctrain.train.reference import bring_references, with_reference
 from hpctrain.train.replay import engine_of

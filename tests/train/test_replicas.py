@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.optim.schedule import LearningRate
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from tests.train.jobs import Jobs, kill
 from tests.train.test_run import DECK
 

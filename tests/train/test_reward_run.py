@@ -20,7 +20,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.generate.generation_model import load
 from hpctrain.generate.model_loading import load_model
 from hpctrain.post.task import evaluate_task
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows

@@ -15,7 +15,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import routing_file
 from hpctrain.train.routing import ROUTING_FILE
 from hpctrain.train.routing_file import RoutingFile

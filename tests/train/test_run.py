@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.newest import find_checkpoint
 

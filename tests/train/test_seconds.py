@@ -18,7 +18,7 @@ from hpctrain.errors import EXIT_USER, HpctrainError
 from hpctrain.plan.time.measured import TOGETHER
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import plan_step
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.seconds import KEPT
 from tests.plan.time.test_machine_rates import FILE

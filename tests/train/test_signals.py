@@ -22,7 +22,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import control, signals
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import resume, run_deck

@@ -21,7 +21,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
-from hpctrain.report.rows import Row, read_metrics
+from hpctrain.report.metric_rows import Row, read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch import dashboards as module
 from hpctrain.watch.csv_file import CsvFile

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpctrain.report.rows import Row
+from hpctrain.report.metric_rows import Row
 from hpctrain.watch import feed as module
 from hpctrain.watch.feed import Feed
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.memory import peak_rss_bytes
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.watch.metrics import MetricsWriter, StepMetrics
 
 

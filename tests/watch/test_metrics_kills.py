@@ -1,6 +1,6 @@
 """Whenever a run is killed, its metrics lose a row at most: the one that was being written.
 
-Tests of watch/metrics.py and report/rows.py.
+Tests of watch/metrics.py and report/metric_rows.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.watch import metrics as module
 from hpctrain.watch.metrics import MetricsWriter
 from tests.watch.test_metrics import step
@@ -26,7 +26,7 @@ REAL_KILLS = 8
 PROGRAM = """
 import itertools, sys
 from pathlib import Path
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.watch.metrics import MetricsWriter, StepMetrics
 path = Path(sys.argv[1])
 done = max((row["step"] for row in read_metrics(path)), default=0) if path.exists() else None

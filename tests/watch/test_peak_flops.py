@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch import peak_flops as machine
 from hpctrain.watch.peak_flops import PeakFlops, measure_gemm_flops

@@ -15,7 +15,7 @@ from hpctrain.plan.search.phrases import changed
 from hpctrain.plan.search.search_space import Values
 from hpctrain.plan.search.words import search_text
 from hpctrain.report.bar import progress_bar
-from hpctrain.report.figures import demand_ending, write_figure
+from hpctrain.report.figures import require_picture_suffix, write_figure
 from hpctrain.report.pareto import LayoutCandidate, draw_pareto
 
 
@@ -39,7 +39,7 @@ def searched(
         require_writable(write)
         check_output(write, force)
     if plot is not None:
-        demand_ending(plot)
+        require_picture_suffix(plot)
     with progress_bar(None, "layouts looked at") as looked:
         found = search_deck(deck, ranks, overrides, wished, looked)
         more = trade_offs(found, wished) if plot is not None else []

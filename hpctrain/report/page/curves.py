@@ -1,4 +1,4 @@
-"""Metrics of runs as the curves of a page: its charts, and of each run few points that tell all."""
+"""Charts of a page: curves of the metrics of runs, reduced to few points with all extremes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,39 @@ from typing import Any
 import numpy as np
 
 from hpctrain.report.axis import XAxis, places
+from hpctrain.report.metric_rows import Row
 from hpctrain.report.page.thin import Array, Indices, Middle, corners, extremes, middles
-from hpctrain.report.rows import Row
 
-POINTS = 2000  # of a curve at most
-POINTS_OF_CHART = 10_000  # of all its curves at most, but for LEAST_POINTS of each
+POINTS = 2000
+"""Largest number of points of a curve."""
+
+POINTS_OF_CHART = 10_000
+"""Largest number of points of all curves of a chart, except for LEAST_POINTS of each."""
+
 LEAST_POINTS = 100
-MORE_CHARTS = 16  # of keys that are not known here
+MORE_CHARTS = 16
+"""Largest number of charts of unknown keys."""
 KEY_LETTERS = 40
 
 _UNSMOOTHED = 200
-_LARGEST = 1e300  # what is larger is no measurement, and its differences would overflow
-_SPREAD = 20.0  # from such a ratio to the median on, one spike would press all else flat
+_LARGEST = 1e300
+"""Largest value that counts as a measurement."""
+
+_SPREAD = 20.0
+"""Ratio to the median from which on a spike would flatten the rest of a curve."""
 _MOST_STEP = 1 << 53
 _LOSS = "loss"
 _SET, _BITS = "evaluation/", "bits_per_byte"
 
 Number = str
-"""How a chart writes its values: "plain", "count", "percent", "bytes" or "seconds"."""
+"""Format of the values of a chart: "plain", "count", "percent", "bytes" or "seconds"."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows: its keys in metrics, each with what a legend calls it, and how values are written.
+    """Chart with its keys of metrics, the name of each in the legend, and the format of values.
 
-    With `from_zero` the values' axis begins there.
+    The axis of values begins at zero with `from_zero`.
     """
 
     name: str
@@ -60,7 +68,7 @@ _NO_CURVES = frozenset({"step", "tokens", "skipped", "spike", "went_back"})
 
 
 def charts_of(tables: Sequence[Sequence[Row]]) -> list[dict[str, Any]]:
-    """The charts of the rows of runs, as the page's script reads them; without those that have no curve."""
+    """Return the charts of runs as the page's script reads them, without charts that have no curve."""
     known = {key for chart in CHARTS for key, _ in chart.keys}
     sets = dict.fromkeys(key for rows in tables for key in evaluations(rows))
     loss, *others = CHARTS
@@ -79,23 +87,23 @@ def charts_of(tables: Sequence[Sequence[Row]]) -> list[dict[str, Any]]:
 
 
 def evaluations(rows: Sequence[Row]) -> list[str]:
-    """Keys of losses on other sets than the held-out share: `evaluation/<name>`."""
+    """Return the keys of losses on sets other than the validation split: `evaluation/<name>`."""
     return [key for key in _numeric(rows) if key.startswith(_SET) and "/" not in key.removeprefix(_SET)]
 
 
 def axis_of(rows: Sequence[Row], axis: XAxis) -> dict[str, Any] | None:
-    """Where steps lie on an axis, told by corners of a line; None where the first has no place."""
+    """Return the places of steps on an axis as corners of a line; None if the first step has no place."""
     found = {step: place for step, place in places(rows, axis).items() if 0 <= step < _MOST_STEP}
     steps = np.array(sorted(found), dtype=np.float64)
     if not len(steps) or not rows or rows[0]["step"] not in found:
         return None
     values = np.array([found[int(step)] for step in steps], dtype=np.float64)
-    kept = corners(steps, values, POINTS)
-    return {"steps": _rising(steps[kept]), "values": [_short(value, 9) for value in values[kept]]}
+    selected = corners(steps, values, POINTS)
+    return {"steps": _rising(steps[selected]), "values": [_short(value, 9) for value in values[selected]]}
 
 
 def points(rows: Sequence[Row], key: str) -> tuple[Array, Array]:
-    """Rising steps and values of the rows that hold a number that could be measured, both [points]."""
+    """Return ascending steps and values of rows with a valid number for a key, both [points]."""
     found = {
         row["step"]: float(value)
         for row in rows
@@ -131,9 +139,9 @@ def _chart(chart: Chart, tables: Sequence[Sequence[Row]], most: int) -> dict[str
 
 
 def _thinned(steps: Array, values: Array, most: int, middle: Middle) -> dict[str, Any]:
-    """The points of a curve, and where they are many averages of stretches, which smoothing goes on from."""
-    kept = extremes(values, most)
-    curve: dict[str, Any] = _points_of(steps, values, kept)
+    """Return the points of a curve; if there are many, also averages of sections, for smoothing."""
+    selected = extremes(values, most)
+    curve: dict[str, Any] = _points_of(steps, values, selected)
     curve["count"] = len(values)
     if len(values) > most:
         centres, averages = middles(values, most // 2, middle)
@@ -145,18 +153,18 @@ def _thinned(steps: Array, values: Array, most: int, middle: Middle) -> dict[str
     return curve
 
 
-def _points_of(steps: Array, values: Array, kept: Indices) -> dict[str, Any]:
-    return {"steps": _rising(steps[kept]), "values": [_short(value, 7) for value in values[kept]]}
+def _points_of(steps: Array, values: Array, selected: Indices) -> dict[str, Any]:
+    return {"steps": _rising(steps[selected]), "values": [_short(value, 7) for value in values[selected]]}
 
 
 def _rising(steps: Array) -> list[int]:
-    """The first step, and by how much each is behind the one before: short numbers."""
+    """Return the first step, and the difference of each step to the one before, as short numbers."""
     whole = steps.astype(np.int64)
     return [int(each) for each in np.diff(whole, prepend=0)]
 
 
 def _constant(tables: Sequence[Sequence[Row]], key: str) -> bool:
-    """Whether a key has the same value everywhere, as a batch mostly has: nothing to be drawn."""
+    """Return True if a key has the same value everywhere, so that it needs no chart."""
     return len({row[key] for rows in tables for row in rows if _is_number(row.get(key))}) < 2
 
 
@@ -166,7 +174,7 @@ def _short(value: float, digits: int) -> float | int:
 
 
 def _numeric(rows: Sequence[Row]) -> Iterator[str]:
-    """Keys under which some row has a number, in the order in which they come up."""
+    """Yield the keys with a number in some row, in the order of their first rows."""
     seen: set[str] = set(_NO_CURVES)
     for row in rows:
         for key, value in row.items():
@@ -180,5 +188,5 @@ def _is_number(value: object) -> bool:
 
 
 def _set_of(key: str) -> str:
-    """What a legend calls the set of which a key is."""
+    """Return the name of a key's set for the legend."""
     return key.removeprefix(_SET).removesuffix(_BITS).strip("/_")[:KEY_LETTERS] or key

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Every text goes through `text`: what a file holds stays letters, of a bounded number."""
+"""Elements of HTML. Each text from a file passes `text`, which escapes and shortens it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hpctrain.files import finite
 from hpctrain.text import escaped
 
 TEXT_LETTERS = 400
-"""Of a text at most."""
+"""Largest number of characters of a text."""
 
 
 def text(words: object, most: int = TEXT_LETTERS) -> str:
-    """A text of anybody's, shortened, its control characters told, for between tags or in an attribute."""
+    """Return a text for content or attributes, shortened, with escaped markup and control characters."""
     shown = str(words)[: most + 1]
     return html.escape(escaped(shown[:most] + "..." if len(shown) > most else shown))
 
 
 def cell(words: object, kind: str = "", *, head: bool = False) -> str:
-    """A cell of a table; None is an empty one."""
+    """Return a cell of a table, which is empty for None."""
     name = "th" if head else "td"
     within = f' class="{kind}"' if kind else ""
     return f"<{name}{within}>{'' if words is None else text(words)}</{name}>"
@@ -30,9 +30,13 @@ def cell(words: object, kind: str = "", *, head: bool = False) -> str:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,), kind: str = ""
 ) -> str:
-    """A table that scrolls within itself where it is too wide; `rows` are of cells that are HTML already.
+    """Return a table that scrolls sideways if it is too wide.
 
-    Of the kinds "stack" has its cells below each other on a phone, and "tall" scrolls down, too.
+    Args:
+        head: Titles of the columns.
+        rows: Cells as HTML.
+        left: Columns that are aligned to the left.
+        kind: "stack" for cells below each other on a phone, "tall" for a table that also scrolls down.
     """
     heads = "".join(
         cell(words, "text" if index in left else "", head=True) for index, words in enumerate(head)
@@ -44,21 +48,21 @@ def table(
 
 
 def section(name: str, title: str, content: str) -> str:
-    """A part of the page with its heading, which links lead to; nothing without content."""
+    """Return a section of the page with a heading; "" without content."""
     return f'<section id="{name}"><h2>{text(title)}</h2>{content}</section>' if content else ""
 
 
 def details(summary: str, content: str) -> str:
-    """What is shown only when asked for."""
+    """Return an element that is shown only if it is opened."""
     return f"<details><summary>{text(summary)}</summary>{content}</details>" if content else ""
 
 
 def note(words: str) -> str:
-    """A sentence beside what it is about; nothing without words."""
+    """Return a note; "" without words."""
     return f'<p class="note">{text(words, 1000)}</p>' if words else ""
 
 
 def embedded(value: Any) -> str:
-    """JSON for within a script element, which no text in it can end; null for what is not finite."""
+    """Return JSON for a script element, which no text can close. Numbers that are not finite are null."""
     dumped = json.dumps(finite(value), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return dumped.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

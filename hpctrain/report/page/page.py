@@ -1,4 +1,4 @@
-"""The page: its head, which lets it ask nobody for anything, its curves and what stands below them."""
+"""Report page: its head with a policy that forbids requests, its curves, and sections below them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from hpctrain.report.page.sections import all_sections, named, overview
 from hpctrain.report.palette import DASHES, ON_DARK, ON_LIGHT, line_of
 
 HEAD = "<!doctype html>\n<!-- hpctrain report -->\n"
-"""How each page begins, by which one is told from other files."""
+"""Beginning of each page, by which reports are recognized."""
 
-MARKS = 300  # of a kind that a run's curves show at most
+MARKS = 300
+"""Largest number of events of a kind that a run's curves show."""
 MARK_LETTERS = 160
 
 _LIGHT = {"page": "#ffffff", "card": "#ffffff", "ink": "#1b1f24", "soft": "#57606a", "edge": "#c9d1d9"}
@@ -47,7 +48,7 @@ _KIND_WORDS = {
 
 
 def page(runs: Sequence[RunSummary], made: datetime | None = None) -> str:
-    """The whole page of at least one run, each of which has rows."""
+    """Return the page of at least one run. All runs have rows."""
     style = _style() + _read("page.css")
     script = _read("page.js")
     policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
@@ -78,38 +79,38 @@ def page(runs: Sequence[RunSummary], made: datetime | None = None) -> str:
 
 
 def data_of(runs: Sequence[RunSummary]) -> dict[str, Any]:
-    """What the page's script draws."""
-    told = []
+    """Return the data that the page's script draws."""
+    run_data = []
     for index, run in enumerate(runs):
         colour, _ = line_of(index)
         axes = {axis: axis_of(run.rows, axis) for axis in ("tokens", "time")}
         dashes = index // len(ON_LIGHT) % len(DASHES)
         marks = [
             {"step": mark.step, "kind": mark.kind, "words": mark.words[:MARK_LETTERS]}
-            for mark in shown_marks(run.marks)
+            for mark in limit_marks(run.marks)
         ]
-        told.append({"name": run.name[:120], "colour": colour, "dashes": dashes, "marks": marks, **axes})
+        run_data.append({"name": run.name[:120], "colour": colour, "dashes": dashes, "marks": marks, **axes})
     return {
         "colours": len(ON_LIGHT),
         "counts": runs[0].counts,
         "shapes": _SHAPES,
-        "runs": told,
+        "runs": run_data,
         "charts": charts_of([run.rows for run in runs]),
     }
 
 
-def shown_marks(marks: Sequence[StepMark]) -> list[StepMark]:
-    """Of each kind at most so many, evenly among all, in the order of their steps."""
+def limit_marks(marks: Sequence[StepMark]) -> list[StepMark]:
+    """Return at most `MARKS` events of each kind, evenly selected, in the order of their steps."""
     counts = Counter(mark.kind for mark in marks)
-    shown: list[StepMark] = []
+    limited: list[StepMark] = []
     for kind, count in counts.items():
-        own = [mark for mark in marks if mark.kind == kind]
-        shown += own[:: -(-count // MARKS)]
-    return sorted(shown, key=lambda mark: mark.step)
+        of_kind = [mark for mark in marks if mark.kind == kind]
+        limited += of_kind[:: -(-count // MARKS)]
+    return sorted(limited, key=lambda mark: mark.step)
 
 
 def _controls(runs: Sequence[RunSummary]) -> str:
-    """What is drawn over what, smoothed how far, and which runs; the script brings it to life."""
+    """Return the controls for axis, smoothing and runs, which the script connects."""
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{axis}"{" checked" if axis == "steps" else ""}> '
         f"{text(runs[0].counts if axis == 'tokens' else axis)}</label>"
@@ -151,7 +152,7 @@ _THEME = (
 
 
 def _style() -> str:
-    """The colours, light and dark, and the classes of runs."""
+    """Return the style sheet with light and dark colours and the classes of runs."""
     light = _variables(_LIGHT, ON_LIGHT)
     dark = _variables(_DARK, ON_DARK)
     classes = "".join(f".c{index}{{--c:var(--c{index})}}" for index in range(len(ON_LIGHT)))
@@ -166,8 +167,8 @@ def _style() -> str:
 
 
 def _variables(colours: dict[str, str], runs: Sequence[str]) -> str:
-    own = colours | {f"c{index}": colour for index, colour in enumerate(runs)}
-    return "".join(f"--{name}:{colour};" for name, colour in own.items())
+    variables = colours | {f"c{index}": colour for index, colour in enumerate(runs)}
+    return "".join(f"--{name}:{colour};" for name, colour in variables.items())
 
 
 def _read(name: str) -> str:
@@ -175,5 +176,5 @@ def _read(name: str) -> str:
 
 
 def _digest(content: str) -> str:
-    """By which a policy lets a browser run, or apply, this text alone."""
+    """Return the hash by which the policy lets a browser run only this script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""What a run's folder tells of it, as a page takes it."""
+"""Contents of a report page about a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from hpctrain.checkpoint.provenance import HistorySegment
 from hpctrain.report.marks import StepMark
+from hpctrain.report.metric_rows import Row
 from hpctrain.report.recorded import RecordedStep
-from hpctrain.report.rows import Row
-from hpctrain.report.samples import ShownAnswer
+from hpctrain.report.samples import SampledAnswer
 from hpctrain.units import format_bytes, format_seconds
 
 
 class ValuePair(NamedTuple):
-    """Something of which there is a prediction, a measurement or both; None where there is none."""
+    """Predicted and measured value of a quantity; None if there is none."""
 
     words: str
     predicted: float | None
@@ -25,8 +25,14 @@ class ValuePair(NamedTuple):
 
 @dataclass(frozen=True)
 class PredictedVsMeasured:
-    """What was predicted beside what was measured, in `bytes` or "seconds", with a note on it; the last pair
-    is of all others together if `total`.
+    """Table of predicted and measured values.
+
+    Attributes:
+        heading: Title of the table.
+        unit: "bytes" or "seconds".
+        pairs: The values.
+        note: Note below the table.
+        total: True if the last pair is the sum of all others.
     """
 
     heading: str
@@ -36,13 +42,20 @@ class PredictedVsMeasured:
     total: bool = True
 
     def written(self, value: float) -> str:
-        """A value as people read it."""
+        """Return a value with its unit as text."""
         return format_bytes(value) if self.unit == "bytes" else format_seconds(value)
 
 
 @dataclass(frozen=True)
 class RunEvent:
-    """What happened: when, as the log tells it, or ""; at which step, if at any; what kind of thing; how."""
+    """Event of a run.
+
+    Attributes:
+        time: Time in the log; "" if the log has none.
+        step: Step; None if there is none.
+        kind: Kind of the event.
+        words: Description.
+    """
 
     time: str
     step: int | None
@@ -51,8 +64,15 @@ class RunEvent:
 
 
 @dataclass(frozen=True)
-class KeptCheckpoint:
-    """A checkpoint that is there: its file, bytes, when it was written (UTC), and what else is to be said."""
+class StoredCheckpoint:
+    """Existing checkpoint.
+
+    Attributes:
+        path: Its file.
+        size: Size in bytes.
+        written: When it was written (UTC).
+        note: Names of links to it.
+    """
 
     path: Path
     size: int
@@ -62,8 +82,26 @@ class KeptCheckpoint:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run. `state` and `facts` are its status, in words; `deck` is told by "section.key"; `history` are the
-    runs of its chain. `problems` are sentences on what could not be read.
+    """Everything that a page shows of a run.
+
+    Attributes:
+        name: Short name.
+        folder: The run folder.
+        title: Title of the run.
+        rows: Rows of metrics.
+        marks: Events at steps.
+        counts: What the run counts, "tokens" or "samples".
+        state: State in its status.
+        reason: Reason of its end.
+        facts: Further values of its status, by description.
+        deck: Values of its deck by "section.key".
+        comparisons: Predicted and measured values.
+        step: Recorded step of a pipeline; None without one.
+        checkpoints: Its checkpoints.
+        history: Runs of its chain.
+        events: Events in its logs.
+        samples: Answers of a policy.
+        problems: Sentences about files that could not be read.
     """
 
     name: str
@@ -78,8 +116,8 @@ class RunSummary:
     deck: Mapping[str, str] = field(default_factory=dict)
     comparisons: Sequence[PredictedVsMeasured] = ()
     step: RecordedStep | None = None
-    checkpoints: Sequence[KeptCheckpoint] = ()
+    checkpoints: Sequence[StoredCheckpoint] = ()
     history: Sequence[HistorySegment] = ()
     events: Sequence[RunEvent] = ()
-    samples: Sequence[ShownAnswer] = ()
+    samples: Sequence[SampledAnswer] = ()
     problems: Sequence[str] = ()

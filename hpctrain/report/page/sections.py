@@ -1,4 +1,4 @@
-"""The parts of a page below its curves: runs, events, decks, predictions, checkpoints, environment."""
+"""Sections of a page below its curves: runs, events, decks, predictions, checkpoints, environment."""
 
 from __future__ import annotations
 
@@ -11,25 +11,32 @@ from hpctrain.report.contents import layout_text
 from hpctrain.report.page.curves import evaluations, points
 from hpctrain.report.page.markup import cell, details, note, section, table, text
 from hpctrain.report.page.run_summary import PredictedVsMeasured, RunSummary
-from hpctrain.report.page.schedule import schedule_of
+from hpctrain.report.page.schedule_drawing import schedule_of
 from hpctrain.report.palette import line_of
 from hpctrain.text import counted
 from hpctrain.units import format_bytes, format_count, format_seconds
 
-EVENTS = 200  # of a run that are told at most: the newest
+EVENTS = 200
+"""Largest number of events of a run, the newest ones."""
+
 DECK_KEYS = 2000
 SEGMENTS = 100
 CHECKPOINTS = 200
-LETTERS = 400  # of a prompt, its last ones, and of an answer
+LETTERS = 400
+"""Characters of a prompt (the last ones) and of an answer."""
+
 _LONG = "text long"
-_LARGE = 1e43  # a perplexity that tells nothing
+_LARGE = 1e43
+"""Perplexity that is too large to be shown."""
+
 _NAMING = frozenset({"run.title", "run.dir"})
 _BAR = 120.0
-_FAR = 0.1  # what is further from its prediction is marked
+_FAR = 0.1
+"""Deviation from a prediction from which on a value is marked."""
 
 
 def all_sections(runs: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
-    """Name, title and HTML of each part below the curves: those that have something to tell."""
+    """Return name, title and HTML of each section that has content."""
     parts = [
         ("samples", "What was written", _samples(runs)),
         ("events", "Events", _events(runs)),
@@ -43,12 +50,12 @@ def all_sections(runs: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
 
 
 def named(runs: Sequence[RunSummary], index: int) -> str:
-    """A run as tables name it: with its colour."""
+    """Return the name of a run with its colour, for tables."""
     return f'<span class="swatch c{line_of(index)[0]}"></span>{text(runs[index].name)}'
 
 
 def overview(runs: Sequence[RunSummary]) -> str:
-    """A row a run: how far it came and what came of it."""
+    """Return a table with the progress and the results of each run."""
     sets = list(dict.fromkeys(key for run in runs for key in evaluations(run.rows)))[:8]
     head = ["run", "title", "state", "steps", runs[0].counts, "time", "loss", "validation loss", "perplexity"]
     head += [*sets, "gradient norm", f"{runs[0].counts}/s", "MFU", "memory of a rank", "ranks"]
@@ -101,12 +108,12 @@ def overview(runs: Sequence[RunSummary]) -> str:
 
 
 def _word(state: str) -> str:
-    """A state as the name of a class; "" where it is no single word."""
+    """Return a state as the name of a CSS class; "" if it is not a single word."""
     return state if state.isascii() and state.isalpha() else ""
 
 
 def _filled(html: str) -> bool:
-    """Whether a cell has anything in it."""
+    """Return True if a cell has content."""
     return re.fullmatch(r"<td[^>]*></td>", html) is None
 
 
@@ -140,7 +147,7 @@ def _events(runs: Sequence[RunSummary]) -> str:
 
 
 def _samples(runs: Sequence[RunSummary]) -> str:
-    """The newest answers of policies first."""
+    """Return the answers of policies, newest first."""
     several = sum(bool(run.samples) for run in runs) > 1
     rows = []
     for index, run in enumerate(runs):
@@ -185,7 +192,7 @@ def _deck(run: RunSummary, *, several: bool) -> str:
 
 
 def _comparisons(runs: Sequence[RunSummary]) -> str:
-    """Those of each run beside each other."""
+    """Return the predicted and measured values of all runs side by side."""
     told = []
     for run in runs:
         of_run = f"{run.name}: " if len(runs) > 1 else ""
@@ -275,7 +282,7 @@ def _environment(runs: Sequence[RunSummary]) -> str:
 
 
 def _history(run: RunSummary, *, several: bool) -> str:
-    """The jobs that led to its newest checkpoint."""
+    """Return the jobs that led to the newest checkpoint of a run."""
     rows = [
         [
             cell(f"{each.first_step}-{each.last_step}"),

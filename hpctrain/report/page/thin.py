@@ -1,4 +1,4 @@
-"""Curves of few points that look as those of many: extremes stay, and averages are of all that was there."""
+"""Reduction of curves to few points, with all extremes and averages of all values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ Middle = Literal["mean", "median"]
 
 
 def extremes(values: Array, most: int) -> Indices:
-    """At most `most` (4 or more) indices into values [n], rising: the first and the last, and of each stretch
-    of equal length where its lowest and highest values are. All of them where they are no more.
+    """Return ascending indices of the extremes of values [n].
+
+    They are the first and the last index, and those of the lowest and the highest value in each section of
+    equal length. If there are at most `most` values, they are all indices.
+
+    Args:
+        values: The values.
+        most: Largest number of indices, 4 or more.
     """
     count = len(values)
     if count <= most:
@@ -29,7 +35,7 @@ def extremes(values: Array, most: int) -> Indices:
 
 
 def middles(values: Array, most: int, middle: Middle) -> tuple[Indices, Array]:
-    """At most `most` indices into values [n], rising, and the average of the stretch around each."""
+    """Return at most `most` ascending indices into values [n], and the average of the section around each."""
     edges = np.unique(np.linspace(0, len(values), min(most, len(values)) + 1).astype(np.int64))
     take = np.mean if middle == "mean" else np.median
     stretches = list(pairwise(edges))
@@ -38,8 +44,9 @@ def middles(values: Array, most: int, middle: Middle) -> tuple[Indices, Array]:
 
 
 def corners(places: Array, values: Array, most: int) -> Indices:
-    """Indices of a line through values [n] at rising places [n] between which it is straight, so that others
-    are found again between them: at most `most`, which then are near to the line.
+    """Return indices between which a line through values [n] at ascending places [n] is straight.
+
+    The others can be interpolated. If there are more than `most`, the line is approximated.
     """
     if len(values) < 3:
         return np.arange(len(values))

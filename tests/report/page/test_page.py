@@ -1,7 +1,7 @@
 """The page of a report: few points that look as many, numbers of the metrics, and text that stays text.
 
 Tests of report/page/thin.py, report/page/curves.py, report/page/markup.py, report/page/sections.py,
-report/page/schedule.py and report/page/page.py.
+report/page/schedule_drawing.py and report/page/page.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hpctrain.report.marks import StepMark
 from hpctrain.report.page import sections
 from hpctrain.report.page.curves import POINTS, axis_of, charts_of, points
 from hpctrain.report.page.markup import TEXT_LETTERS, embedded, text
-from hpctrain.report.page.page import HEAD, MARKS, data_of, page, shown_marks
+from hpctrain.report.page.page import HEAD, MARKS, data_of, limit_marks, page
 from hpctrain.report.page.run_summary import PredictedVsMeasured, RunEvent, RunSummary, ValuePair
-from hpctrain.report.page.schedule import CELLS, schedule_of
+from hpctrain.report.page.schedule_drawing import CELLS, schedule_of
 from hpctrain.report.page.thin import corners, extremes, middles
 from hpctrain.report.recorded import RecordedStep
 
@@ -144,7 +144,7 @@ def test_axes_are_told_by_their_corners() -> None:
 
 def test_marks_are_thinned_by_kind() -> None:
     many = [StepMark(step, "skipped", "x") for step in range(1000)]
-    shown = shown_marks([*many, StepMark(3, "fault", "y")])
+    shown = limit_marks([*many, StepMark(3, "fault", "y")])
     assert sum(mark.kind == "skipped" for mark in shown) <= MARKS
     assert StepMark(3, "fault", "y") in shown
     assert [mark.step for mark in shown] == sorted(mark.step for mark in shown)

@@ -21,7 +21,7 @@ from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.report.contents import layout_text
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.report.rows import METRICS_FILE
+from hpctrain.report.metric_rows import METRICS_FILE
 from hpctrain.train.sweep import slots
 from hpctrain.train.sweep.results import results_of
 from hpctrain.train.sweep.slots import slots_of, train_all

@@ -25,7 +25,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.job.job_options import JobOptions
 from hpctrain.job.script import render_script
-from hpctrain.report.rows import read_metrics
+from hpctrain.report.metric_rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
 from hpctrain.train.sweep.results import VariantResult, best_of, result_lines, swept_runs, wanted_figure
 from hpctrain.train.sweep.slots import slots_of

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline as a drawing within a page, as it ran and as foretold; its stages' balance."""
+"""Drawing of the schedule of a pipeline in a page, as it ran and as simulated; balance of its stages."""
 
 from __future__ import annotations
 
@@ -12,39 +12,45 @@ from hpctrain.report.recorded import RecordedStep
 from hpctrain.text import counted
 from hpctrain.units import format_seconds
 
-CELLS = 12_000  # that are drawn at most
-NUMBERS = 2500  # cells of which the micro-batches are written into them
+CELLS = 12_000
+"""Largest number of cells that are drawn."""
+
+NUMBERS = 2500
+"""Largest number of cells with the numbers of their micro-batches."""
+
 STAGES = 256
 
 _LEFT, _ROW = 40.0, 22.0
-_NARROWEST, _WIDEST, _CELL = 1160.0, 8000.0, 12.0  # of a drawing, and of each of the longest row's cells
+_NARROWEST, _WIDEST, _CELL = 1160.0, 8000.0, 12.0
+"""Smallest and largest width of a drawing, and width of a cell of the longest row."""
+
 _LETTER = 7.0
 
 
 def schedule_of(step: RecordedStep) -> str:
-    """Both drawings with their bubbles, and a table of stages; a sentence in place of what is too large."""
+    """Return both drawings with their bubbles, and a table of stages; a sentence if they are too large."""
     schedule = step.schedule
     if schedule.stage_count > STAGES or sum(map(len, schedule.stages)) > CELLS:
         return note(
             f"{title(schedule)}: too large to be drawn here; `hpctrain plot` draws it into a file of its own"
         )
-    measured, foretold = step.measured(), simulate(schedule, step.times())
-    told = [f"<p>{text(title(schedule))}; the numbers are micro-batches.</p>", f"<p>{_colours(step)}</p>"]
-    total = max(measured.finish, foretold.finish) or 1.0
+    measured, simulated = step.measured(), simulate(schedule, step.times())
+    drawings = [f"<p>{text(title(schedule))}; the numbers are micro-batches.</p>", f"<p>{_colours(step)}</p>"]
+    total = max(measured.finish, simulated.finish) or 1.0
     for heading, result in (
         (f"measured, step {step.step}", measured),
-        ("simulated from the measured mean times", foretold),
+        ("simulated from the measured mean times", simulated),
     ):
         figures = f"bubble {100 * result.bubble_rate:.1f}%, cost {format_seconds(result.cost)}"
-        told.append(
+        drawings.append(
             f"<h4>{text(heading)}: {figures}, ideal {format_seconds(result.ideal)}</h4>"
             f'<div class="wide full" tabindex="0">{_drawing(step, result, total, heading)}</div>'
         )
-    return "".join([*told, _balance(step, measured, foretold)])
+    return "".join([*drawings, _balance(step, measured, simulated)])
 
 
 def _drawing(step: RecordedStep, result: Simulation, total: float, heading: str) -> str:
-    """A row a stage, a box an action; boxes of one kind and chunk are one path."""
+    """Return a drawing with a row per stage and a box per action. Boxes of a kind and chunk are one path."""
     schedule = step.schedule
     rows = arrange(schedule, result)
     width = min(_WIDEST, max(_NARROWEST, _CELL * max(map(len, rows), default=0)))
@@ -97,7 +103,7 @@ def _colour(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def _colours(step: RecordedStep) -> str:
-    """What colours stand for: of several chunks the first and the last."""
+    """Return a legend of colours, for the first and the last of several chunks."""
     chunks = step.schedule.chunks
     shown = [0, chunks - 1] if chunks > 1 else [0]
     return " &nbsp; ".join(
@@ -109,8 +115,8 @@ def _colours(step: RecordedStep) -> str:
     )
 
 
-def _balance(step: RecordedStep, measured: Simulation, foretold: Simulation) -> str:
-    """What each stage had to do in the step that was measured, and how long it waited."""
+def _balance(step: RecordedStep, measured: Simulation, simulated: Simulation) -> str:
+    """Return a table of the work and the waiting time of each stage in the measured step."""
     work = [
         sum(end - start for start, end in zip(starts, ends, strict=True))
         for starts, ends in zip(step.start, step.end, strict=True)
@@ -125,7 +131,7 @@ def _balance(step: RecordedStep, measured: Simulation, foretold: Simulation) -> 
                 cell(format_seconds(busy)),
                 cell(f"{100 * (busy / mean - 1):+.1f}%" if mean else ""),
                 cell(f"{100 * measured.idle[stage] / measured.cost:.1f}%" if measured.cost else ""),
-                cell(f"{100 * foretold.idle[stage] / foretold.cost:.1f}%" if foretold.cost else ""),
+                cell(f"{100 * simulated.idle[stage] / simulated.cost:.1f}%" if simulated.cost else ""),
                 cell(format_seconds(bubble)),
                 cell(format_seconds(messages)),
                 cell(f"{measured.peak_activations[stage]:.4g}"),

@@ -1,4 +1,4 @@
-"""Reading `metrics.jsonl`: one JSON object a line, one line a step."""
+"""Reading of `metrics.jsonl`, which has a JSON object for each step, one per line."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.files import open_regular, parse_json
 
 METRICS_FILE = "metrics.jsonl"
-LINE_BYTES = 1 << 20  # of a row at most; what is longer counts as several lines, which are no rows
+LINE_BYTES = 1 << 20
+"""Largest length of a row. Longer lines count as several lines, which are not rows."""
 
 Row = dict[str, Any]
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """The rows of a metrics file, in the order of the file; a torn last line is left out.
+    """Return the rows of a metrics file, without an incomplete last line.
 
-    Raises InputOutputError where the file cannot be read or a line before the last is not a row.
+    Raises:
+        InputOutputError: The file cannot be read, or a line before the last one is not a row.
     """
     return list(metric_rows(Path(path)))
 
 
 def metric_rows(path: Path) -> Iterator[Row]:
-    """As `read_metrics`, one row at a time."""
+    """Yield the rows that `read_metrics` returns."""
     unreadable: int | None = None
     for number, (_, row) in enumerate(scan_metrics(path), start=1):
         if unreadable is not None:
@@ -39,7 +41,7 @@ def metric_rows(path: Path) -> Iterator[Row]:
 
 
 def scan_metrics(path: Path) -> Iterator[tuple[bytes, Row | None]]:
-    """Every line of a metrics file as (its bytes, its row), the row None where the line is not a row."""
+    """Yield the bytes of each line of a metrics file, and its row; None if it is not a row."""
     with failing_as(f"{path}: cannot be read"), open_regular(path) as lines:
         while line := lines.readline(LINE_BYTES):
             yield line, _parse(line)
