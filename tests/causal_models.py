@@ -160,6 +160,17 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
         "shape_embed_dim": 16,
     },
     "xmod": {"default_language": "en_XX"},
+    "fuyu": {
+        "text_config": {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "max_position_embeddings": 32,
+        },
+        "patch_size": 4,
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "bailing_hybrid": {**_LATENT, "layer_group_size": 2, "num_expert_group": 1},
     "blt": {

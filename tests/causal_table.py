@@ -36,7 +36,8 @@ Without it, they are refused. Further types of this kind have passed the same te
 `bert-generation`, `big_bird`, `data2vec-text`, `ernie`, `megatron-bert`, `rembert`,
 `roberta-prelayernorm`, `roc_bert`, `xlm-roberta` and `xlm-roberta-xl`.
 
-Models of images, audio or video are refused. Most of them have a language model that can be trained in
+Models that hold a model of images, audio or video are refused. Most of them have
+a language model that can be trained in
 [a folder of its own](../tasks/hugging-face.md#models-of-images-and-text).
 
 | `model_type` | {titles} |
