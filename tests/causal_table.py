@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 
 from hpctrain.guide.pages import FOLDER
-from tests.causal_models import results
+from tests.causal_models import REFUSED, TRIED_ONCE, results
 
 PAGE = FOLDER / "reference" / "other-models.md"
 COLUMNS: Mapping[str, str] = {
@@ -33,8 +34,7 @@ Imported and exported weights have the same bits, and greedy text is the same.
 
 Encoders such as BERT are trained as decoders if `config.json` has `"is_decoder": true`.
 Without it, they are refused. Further types of this kind have passed the same tests once:
-`bert-generation`, `big_bird`, `data2vec-text`, `ernie`, `megatron-bert`, `rembert`,
-`roberta-prelayernorm`, `roc_bert`, `xlm-roberta` and `xlm-roberta-xl`.
+{tried_once}.
 
 Models that hold a model of images, audio or video are refused. Most of them have
 a language model that can be trained in
@@ -53,9 +53,15 @@ A [table of patterns](../tasks/own-module.md) in the deck can be a substitute fo
 | `model_type` | what | why |
 |---|---|---|
 """
-TAIL = """
+REFUSED_HEAD = """
+## Types that are refused, and why
 
-A type that is not listed was not tested, or failed.
+All other causal language models of `transformers` {version} are built in or listed above.
+
+| `model_type` | why |
+|---|---|
+"""
+TAIL = """
 `hpctrain check` tells whether a layout computes the same model.
 """
 VERSION = "5.23.0"
@@ -81,10 +87,22 @@ def reasons() -> Iterator[str]:
             yield f"| `{kind}` | {'; '.join(titles)} | {reason} |"
 
 
+def refused() -> Iterator[str]:
+    """Yield the rows of the table of types that are refused: one for each reason."""
+    for reason in dict.fromkeys(REFUSED.values()):
+        kinds = ", ".join(f"`{kind}`" for kind, why in REFUSED.items() if why == reason)
+        yield f"| {kinds} | {reason} |"
+
+
 def page() -> str:
     """Return the text of the page."""
-    head = HEAD.format(version=VERSION, titles=" | ".join(COLUMNS.values()), lines="---|" * len(COLUMNS))
-    return head + "\n".join(rows()) + "\n" + REASONS + "\n".join(reasons()) + "\n" + TAIL
+    titles, lines = " | ".join(COLUMNS.values()), "---|" * len(COLUMNS)
+    once = "\n".join(
+        textwrap.wrap(", ".join(f"`{kind}`" for kind in TRIED_ONCE), 100, break_on_hyphens=False)
+    )
+    head = HEAD.format(version=VERSION, titles=titles, lines=lines, tried_once=once)
+    tables = [(head, rows()), (REASONS, reasons()), (REFUSED_HEAD.format(version=VERSION), refused())]
+    return "".join(text + "\n".join(lines) + "\n" for text, lines in tables) + TAIL
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 CASES = [(kind, column) for kind, works in results().items() for column in works]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("kind", "column"), CASES)
 def test_what_the_guide_says(world: World, mpi_tmp_path: Path, kind: str, column: str) -> None:

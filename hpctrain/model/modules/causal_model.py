@@ -18,6 +18,7 @@ from torch import nn
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, parse_json, read_text
+from hpctrain.model.modules.causal_classes import causal_class, causal_classes, is_of_text
 from hpctrain.model.modules.config_problems import config_problems, transformers_errors
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN
 
@@ -40,11 +41,20 @@ _LAYERS = "num_hidden_layers"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 """Keys of the longest sequence, in the order in which they are looked for."""
 
+_TEXT_PART = "text_config"
+"""Key of the configuration of the language model of a model that does not take text alone."""
+
 _MODALITIES = ("vision", "audio", "image", "video", "speech", "vq")
 """Beginnings of the names of configurations of models that do not take text alone."""
 
-_NOT_CAUSAL = ("cpmant",)
-"""Types of models that `transformers` calls causal, and whose predictions depend on later tokens."""
+_NOT_CAUSAL: Mapping[str, str] = {
+    "cpmant": "its predictions depend on later tokens",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "its predictions depend on keys and values of another model",
+    ),
+}
+"""Types of models that `transformers` calls causal, and why they are not."""
 
 _OF_ENCODERS: Mapping[str, object] = {
     "causal": False,
@@ -170,7 +180,8 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
         try:
-            model: Any = transformers.AutoModelForCausalLM.from_config(
+            model_class = causal_class(str(config["model_type"]), config.get("architectures"))
+            model: Any = model_class._from_config(
                 model_config, attn_implementation="eager", dtype=torch.float32
             )
         finally:
@@ -182,8 +193,32 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
                 f"{where}: {name} = {value!r}: this {type(model).__name__} is an encoder, whose predictions "
                 "depend on later tokens"
             )
+    used = [getattr(each, "config", None) for each in model.modules()]
+    for key in _modalities(type(model.config)):
+        if any(each is not None and each is getattr(model.config, key, None) for each in used):
+            raise HpctrainError(f"{where}: {_modality_problem(key, config, type(model.config))}")
     module: nn.Module = model
     return module
+
+
+def _modalities(config_class: Any) -> list[str]:
+    """Return the keys of the configurations of a model's parts for images, audio or video."""
+    return [name for name in config_class.sub_configs if name.startswith(_MODALITIES)]
+
+
+def _modality_problem(key: str, config: Mapping[str, Any], config_class: Any) -> str:
+    """Return the reason why a model of images, audio or video is refused, given the key of such a part."""
+    import transformers
+
+    text_config = config.get(_TEXT_PART)
+    kind = text_config.get("model_type") if isinstance(text_config, dict) else None
+    kind = kind or getattr(config_class.sub_configs.get(_TEXT_PART), "model_type", "")
+    classes = causal_classes(str(kind)) if kind in transformers.CONFIG_MAPPING else ()
+    remedy = f"; use a folder of its language model alone ({' or '.join(classes)})" if classes else ""
+    return (
+        f"{key}: model_type = {config['model_type']!r} is a model of images, audio or video, not of "
+        f"text{remedy}"
+    )
 
 
 def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
@@ -193,24 +228,19 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
         HpctrainError: It is not the configuration of a causal model of text.
     """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     kind = config.get("model_type")
     version = f"transformers {transformers.__version__}"
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         code = ", whose code in the folder is not used" if "auto_map" in config else ""
         raise HpctrainError(f"{where}: model_type = {kind!r}: unknown to {version}{code}")
-    names = CLASSES.get(kind, ())
-    known = (names,) if isinstance(names, str) else tuple(names)
+    if kind in _NOT_CAUSAL:
+        raise HpctrainError(f"{where}: model_type = {kind!r}: {_NOT_CAUSAL[kind]}")
+    known = causal_classes(kind)
     config_class: Any = transformers.CONFIG_MAPPING[kind]
-    modalities = [name for name in config_class.sub_configs if name.startswith(_MODALITIES)]
-    if modalities:
-        text_config = config.get("text_config")
-        text_kind = text_config.get("model_type") if isinstance(text_config, dict) else None
-        text_class = CLASSES.get(text_kind or f"{kind}_text")
-        remedy = f"; use a folder of its language model alone ({text_class})" if text_class else ""
-        message = f"model_type = {kind!r} is a model of images, audio or video, not of text{remedy}"
-        raise HpctrainError(f"{where}: {modalities[0]}: {message}")
+    modalities = _modalities(config_class)
+    if modalities and not any(is_of_text(name, config_class) for name in known):
+        raise HpctrainError(f"{where}: {_modality_problem(modalities[0], config, config_class)}")
     if problem := next(_class_problems(config, known, version), None):
         raise HpctrainError(f"{where}: {problem}")
     classes = [config_class, *(getattr(transformers, name) for name in known if hasattr(transformers, name))]
@@ -225,8 +255,6 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
     if isinstance(layers, int) and layers < 1:
         key = getattr(model_config, "attribute_map", {}).get(_LAYERS, _LAYERS)
         raise HpctrainError(f"{where}: {key} = {layers}: must be 1 or more")
-    if kind in _NOT_CAUSAL:
-        raise HpctrainError(f"{where}: model_type = {kind!r}: its predictions depend on later tokens")
     return model_config
 
 

@@ -121,6 +121,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"use a folder of its language model alone \(Gemma3ForCausalLM\)",
     ),
     "permuted": ({"model_type": "xlnet", "n_layer": 1}, "attn_type = 'bi': this XLNetLMHeadModel is an enc"),
+    "text part": (
+        {"model_type": "mllama", "architectures": ["MllamaForConditionalGeneration"]},
+        r"vision_config: model_type = 'mllama' is a model of images, .* alone \(MllamaForCausalLM\)",
+    ),
+    "part of a causal class": (
+        {"model_type": "git", "architectures": ["GitForCausalLM"], "num_hidden_layers": 1},
+        "vision_config: model_type = 'git' is a model of images, audio or video, not of text",
+    ),
+    "audio part": (
+        {"model_type": "musicgen_decoder", "architectures": ["MusicgenForCausalLM"]},
+        "model_type = 'musicgen_decoder': transformers .* has no causal language model of this type",
+    ),
     "segments": ({"model_type": "cpmant"}, "model_type = 'cpmant': its predictions depend on later tokens"),
     "vision, whose class for text has the type": (
         {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
