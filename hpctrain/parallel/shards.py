@@ -39,9 +39,9 @@ class Shard:
 
     - The piece extends beyond the end of the global tensor, such as the last rows of a vocabulary that tensor
       ranks do not divide. `shape` and `start` tell how much padding there is.
-    - Ranks have different numbers of heads (`HeadSplit`), and this piece is padded to the size of the largest
-      one. `unpadded_local` tells how much padding there is. In the global tensor, the next piece begins at
-      `start` + `unpadded_local`, not at `start` + `local`.
+    - Ranks have different numbers of rows or columns, such as those of heads (`HeadSplit`), and this piece is
+      padded to the size of the largest one. `unpadded_local` tells how much padding there is. In the global
+      tensor, the next piece begins at `start` + `unpadded_local`, not at `start` + `local`.
 
     Attributes:
         name: Name of the tensor.

@@ -178,7 +178,7 @@ def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
 
 @lru_cache
 def largest_share(heads: int, key_value_heads: int, ranks: int) -> float:
-    """Return the heads that a tensor rank computes over their mean; 1.0 if ranks divide the heads evenly."""
+    """Return the heads that each rank computes, with padding, as a multiple of an even share."""
     split = HeadSplit.of(heads, key_value_heads, ranks)
     return 1.0 if split.is_even else split.padded_heads[0] * ranks / heads
 

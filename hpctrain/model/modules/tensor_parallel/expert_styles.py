@@ -74,14 +74,14 @@ class RoutedExpertStyle(ExpertStyle):
     Each rank computes its experts' terms of the result for all tokens. The ranks sum them.
     """
 
-    def _sum_results(self, split: ModuleSplit, name: str, first: int, held: int, skipped: int) -> None:
+    def _sum_results(self, split: ModuleSplit, name: str, first: int, local_count: int, skipped: int) -> None:
         """Let calls of experts return the sum of the results of all ranks.
 
         Args:
             split: State of splitting the module.
             name: Name of the experts.
             first: First expert of this rank.
-            held: Number of experts of this rank.
+            local_count: Number of experts of this rank.
             skipped: Index, among this rank's experts, of what contributes nothing with a weight of 0.
         """
         part = split.module.get_submodule(name)
@@ -91,7 +91,7 @@ class RoutedExpertStyle(ExpertStyle):
             """Return the sum of all ranks' experts for tokens [n, h], with experts and weights [n, k]."""
             hidden, weights = enter_split_all(layer_context, hidden_states, top_k_weights)
             local = top_k_index - first
-            remote = (local < 0) | (local >= held)
+            remote = (local < 0) | (local >= local_count)
             result = forward(hidden, local.masked_fill(remote, skipped), weights.masked_fill(remote, 0.0))
             # Backward reaches all of these on ranks without a token, too, so that all sum in one order.
             return sum_results(tensor, result, hidden, weights, *part.parameters())
@@ -143,10 +143,10 @@ class SplitExpertsWithIdentities(RoutedExpertStyle):
         part: Any = split.module.get_submodule(name)
         tensor, identities = split.layer_context.tensor, part.total_experts - part.num_routed_experts
         rows = self._split_parameters(split, name)
-        held = rows.local + (identities if tensor.rank == tensor.size - 1 else 0)
+        local_count = rows.local + (identities if tensor.rank == tensor.size - 1 else 0)
         # Tokens of other ranks' experts go to one more identity, with a weight of 0.
         part.num_routed_experts, part.total_experts = rows.local, rows.local + identities + 1
-        self._sum_results(split, name, rows.start, held, rows.local + identities)
+        self._sum_results(split, name, rows.start, local_count, rows.local + identities)
 
 
 class SplitSortedExperts(ExpertStyle):
