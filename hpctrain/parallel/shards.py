@@ -172,6 +172,11 @@ class Partition:
     unit: int = 1
     unpadded_local: int | None = None
 
+    @property
+    def unpadded(self) -> int:
+        """Number of indices of this rank without padding."""
+        return self.local if self.unpadded_local is None else self.unpadded_local
+
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> Partition:
         """Return this rank's range of `size` features, in whole units (heads).
@@ -246,7 +251,7 @@ def split_shard(name: str, *dims: int | Partition, axes: frozenset[str] = frozen
         partial=axes if holder_counts else frozenset(),
         holder_counts=holder_counts,
         unit=prod(each.unit for each in partitions),
-        unpadded_local=tuple(each.unpadded_local or each.local for each in partitions) if is_padded else None,
+        unpadded_local=tuple(each.unpadded for each in partitions) if is_padded else None,
     )
 
 

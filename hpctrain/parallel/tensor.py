@@ -115,7 +115,8 @@ class SplitLinear(MatmulLayer):
     Attributes:
         split: Features by which tensor ranks split the matrix.
         autograd: Function with the forward and the backward pass.
-        by_heads: `by_heads` of its `LinearSpec`.
+        by_heads: True if tensor ranks split the features by heads. Plans predict its time by the rank with
+            the most heads.
         split_sizes: Local features of the output of each weight.
         weights: Weights, which are neighbours in one bucket.
         biases: Biases, which are neighbours, too.
