@@ -33,7 +33,10 @@ The loop trains the model that `transformers` loads from the same folder.
 Imported and exported weights have the same bits, and greedy text is the same.
 
 Encoders such as BERT are trained as decoders if `config.json` has `"is_decoder": true`.
-Without it, they are refused. Further types of this kind have passed the same tests once:
+Without it, they are refused. With `transformers`, write the folder of a decoder:
+`AutoModelForCausalLM.from_pretrained(DIR, is_decoder=True).save_pretrained(OUT)`.
+
+Further types of this kind have passed the same tests once:
 {tried_once}.
 
 Models that hold a model of images, audio or video are refused. Most of them have

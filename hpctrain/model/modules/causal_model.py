@@ -249,8 +249,10 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
     with transformers_errors(f"{where}: transformers cannot use this configuration", config):
         model_config = config_class.from_dict(_decode_floats(config_of_model(config)))
     if getattr(model_config, "add_cross_attention", False) and not config_class().add_cross_attention:
-        message = "the output of an encoder is unsupported; set it to false to train the decoder alone"
-        raise HpctrainError(f"{where}: add_cross_attention = True: {message}")
+        remedy = "let transformers load it with add_cross_attention=False, and save it again"
+        raise HpctrainError(
+            f"{where}: add_cross_attention = True: attention to an encoder is unsupported; {remedy}"
+        )
     layers = getattr(model_config, _LAYERS, None)
     if isinstance(layers, int) and layers < 1:
         key = getattr(model_config, "attribute_map", {}).get(_LAYERS, _LAYERS)

@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cross-attention": (
         {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
-        "add_cross_attention = True: the output of an encoder is unsupported; set it to false",
+        "add_cross_attention = True: attention to an encoder is unsupported; let transformers load it with",
     ),
     "bidirectional": (
         {"model_type": "helium", "num_hidden_layers": 1, "is_causal": False},
