@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class ExpertStyle(SplitStyle):
     """Style of experts in tensors [experts, ...], with some experts on each rank."""
 
-    covers_parameters = splits_parameters = has_whole_sequences = True
+    covers_parameters = splits_parameters = needs_whole_sequences = True
 
     @staticmethod
     @abstractmethod
@@ -183,7 +183,7 @@ class SummedResult(SplitStyle):
     """
 
     name = "sum"
-    has_whole_sequences = True
+    needs_whole_sequences = True
 
     @override
     def apply(self, split: ModuleSplit, name: str) -> None:
@@ -193,11 +193,13 @@ class SummedResult(SplitStyle):
         def sum_of_ranks(*arguments: Any, **named: Any) -> Any:
             """Return the sum of all ranks' results, which may be several tensors."""
             inputs = [each for each in tensors_of((arguments, named)) if each.requires_grad]
-            entered = enter_split_all(layer_context, *inputs) if inputs else ()
-            by_input = dict(zip(map(id, inputs), entered, strict=True))
+            rank_inputs = enter_split_all(layer_context, *inputs) if inputs else ()
+            by_input = dict(zip(map(id, inputs), rank_inputs, strict=True))
             arguments, named = map_leaves((arguments, named), lambda leaf: by_input.get(id(leaf), leaf))
             result = forward(*arguments, **named)
-            return map_leaves(result, lambda leaf: sum_results(tensor, leaf, *entered, *part.parameters()))
+            return map_leaves(
+                result, lambda leaf: sum_results(tensor, leaf, *rank_inputs, *part.parameters())
+            )
 
         set_forward(part, sum_of_ranks)
 

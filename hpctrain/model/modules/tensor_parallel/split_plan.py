@@ -99,7 +99,7 @@ def check_plan(
             f'{" and ".join(heads)} both have the style "vocabulary", but only one layer computes the logits'
         )
     if sequence_parallel:
-        conflicts = {style.name: name for name, style in styles.items() if style.has_whole_sequences}
+        conflicts = {style.name: name for name, style in styles.items() if style.needs_whole_sequences}
         problems += [
             f'{name} has the style "{style}", which conflicts with layout.sequence_parallel'
             for style, name in conflicts.items()

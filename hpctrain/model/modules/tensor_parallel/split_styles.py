@@ -190,7 +190,7 @@ class RowOfAllFeatures(Row):
 class RowWithSplitOutput(Row):
     """Row of whose summed outputs each rank continues with some features."""
 
-    name, splits_output, has_whole_sequences = "row with split output", True, True
+    name, splits_output, needs_whole_sequences = "row with split output", True, True
 
 
 class Vocabulary(SplitStyle):
@@ -280,7 +280,7 @@ class PartialFeatures(SplitStyle):
 
     name = "partial features"
     options = ("features",)
-    has_whole_sequences, may_be_gathered = True, False
+    needs_whole_sequences, may_be_gathered = True, False
 
     features: int = 0
 

@@ -25,7 +25,7 @@ class SplitStyle(ABC):
         covers_parameters: True if the style says how the part's parameters are held. No other style may then
             apply to these parameters.
         splits_parameters: True if ranks hold pieces of the part's parameters.
-        has_whole_sequences: True if the part needs whole sequences, so that the style conflicts with
+        needs_whole_sequences: True if the part needs whole sequences, so that the style conflicts with
             layout.sequence_parallel.
         may_be_gathered: True if the part may be inside a submodule with the style "gather".
     """
@@ -34,7 +34,7 @@ class SplitStyle(ABC):
     options: ClassVar[tuple[str, ...]] = ()
     covers_parameters: ClassVar[bool] = False
     splits_parameters: ClassVar[bool] = False
-    has_whole_sequences: ClassVar[bool] = False
+    needs_whole_sequences: ClassVar[bool] = False
     may_be_gathered: ClassVar[bool] = True
 
     def matching(self, names: ModuleNames, pattern: str) -> list[str]:

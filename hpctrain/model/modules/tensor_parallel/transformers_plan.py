@@ -94,35 +94,40 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
         return SplitPlan({}, (f"the plan of {kind} {reason}",))
     modules = {name: each for name, each in module.named_modules() if name}
     parameters = dict(module.named_parameters())
-    parts = [name for name, each in modules.items() if any(True for _ in each.parameters())]
     styles: dict[str, SplitStyle] = {}
     problems: list[str] = []
-    experts = [pattern for pattern, style in model_plan.items() if _LAYER_STYLES.get(style) is SplitExperts]
-    for pattern, style in model_plan.items():
-        if pattern.rpartition(".")[0] in experts:
-            continue  # such plans split each expert; here each expert is on one rank
-        # Patterns for other configurations of the same class match nothing here, or norms without parameters.
-        names = [name for name in (*parts, *parameters) if matches_pattern(pattern, name)]
-        if not names or style in _UNSPLIT:
-            continue
-        for name in names:
-            if name in parameters:
-                made = _parameter_style(parameters[name], style)
-            else:
-                made = _module_style(module, modules, name, style)
-            if made is None:
-                problems.append(f'{kind} has the unsupported style "{style}" for {pattern} in its plan')
-                break
-            if made == PartialGradient() and name in modules and not [*modules[name].parameters()]:
-                continue  # a norm without a scale
-            styles[name] = made
+    for name, pattern, style in _matching_parts(model_plan, modules, parameters):
+        if name in parameters:
+            split_style = _parameter_style(parameters[name], style)
+        else:
+            split_style = _module_style(module, modules, name, style)
+        if split_style is None:
+            problems.append(f'{kind} has the unsupported style "{style}" for {pattern} in its plan')
+        else:
+            styles[name] = split_style
     for pattern, correction in _CORRECTIONS.get(kind, {}).items():
-        names = [name for name in (*modules, *parameters) if matches_pattern(pattern, name)]
-        styles |= dict.fromkeys(names, correction)
+        styles |= {n: correction for n in (*modules, *parameters) if matches_pattern(pattern, n)}
     if not problems:
         styles |= dict(_implied_styles(styles, modules, ranks))
         problems += _latent_problems(styles, modules, ranks)
     return check_plan(module, styles, ranks, sequence_parallel, problems)
+
+
+def _matching_parts(
+    model_plan: Mapping[str, str], modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, pattern and style of each submodule or parameter that a plan of `transformers` splits.
+
+    Patterns for other configurations of the same class match nothing, or norms without parameters.
+    """
+    parts = [name for name, each in modules.items() if any(True for _ in each.parameters())]
+    experts = [pattern for pattern, style in model_plan.items() if _LAYER_STYLES.get(style) is SplitExperts]
+    for pattern, style in model_plan.items():
+        # Such plans split each expert. Here each expert is on one rank.
+        if style not in _UNSPLIT and pattern.rpartition(".")[0] not in experts:
+            for name in (*parts, *parameters):
+                if matches_pattern(pattern, name):
+                    yield name, pattern, style
 
 
 def _parameter_style(parameter: nn.Parameter, style: str) -> SplitStyle | None:
@@ -143,11 +148,11 @@ def _module_style(
     kind, part = _LAYER_STYLES.get(style), modules[name]
     parent, _, last = name.rpartition(".")
     if kind is PartialFeatures:
-        shared = getattr(modules.get(parent), _ROTARY_SIZE, None)
-        return None if shared is None else PartialFeatures(shared)
+        rotary_size = getattr(modules.get(parent), _ROTARY_SIZE, None)
+        return None if rotary_size is None else PartialFeatures(rotary_size)
     if kind is SplitExperts:
-        fitting = (each for each in _EXPERT_STYLES if each.expert_count(part) is not None)
-        return next(fitting, SplitExperts)()
+        suitable = (each for each in _EXPERT_STYLES if each.expert_count(part) is not None)
+        return next(suitable, SplitExperts)()
     if kind is GatheredColumn and part is getattr(module, "get_output_embeddings", lambda: None)():
         return Vocabulary()
     if kind is not Column or (linear := LinearSizes.of(part)) is None:
