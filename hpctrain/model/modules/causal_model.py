@@ -20,6 +20,7 @@ from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, parse_json, read_text
 from hpctrain.model.modules.causal_classes import causal_class, causal_classes, is_of_text
 from hpctrain.model.modules.config_problems import config_problems, transformers_errors
+from hpctrain.model.modules.config_values import checked_warnings, size_problems, value_problems
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN
 
 _CODE_KEYS = (
@@ -35,9 +36,6 @@ _FILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of config.json that describe the files, not the model."""
 
 _CONFIG_KEY = "config"
-_LAYERS = "num_hidden_layers"
-"""Key of the number of layers; some configurations map it to another."""
-
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 """Keys of the longest sequence, in the order in which they are looked for."""
 
@@ -172,20 +170,17 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     """Build the model of a config.json; see `build_causal_model`."""
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # kernels from a hub are code that nobody has looked at
     require("transformers", "a model that hpctrain does not have itself")
-    import transformers
 
-    model_config = _text_model_config(config, where)
-    with transformers_errors(f"{where}: transformers cannot build the model", config):
-        model_config.use_cache = False
-        verbosity = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()
-        try:
+    with checked_warnings() as problems:
+        model_config = _text_model_config(config, where)
+        with transformers_errors(f"{where}: transformers cannot build the model", config):
+            model_config.use_cache = False
             model_class = causal_class(str(config["model_type"]), config.get("architectures"))
             model: Any = model_class._from_config(
                 model_config, attn_implementation="eager", dtype=torch.float32
             )
-        finally:
-            transformers.logging.set_verbosity(verbosity)
+    if problems:
+        raise HpctrainError(f"{where}: {problems[0]}")
     ignored = ("is_decoder",) if config["model_type"] in _ALWAYS_CAUSAL else ()
     for name, value in _OF_ENCODERS.items():
         if getattr(model.config, name, None) == value and name not in ignored:
@@ -243,6 +238,8 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
         raise HpctrainError(f"{where}: {_modality_problem(modalities[0], config, config_class)}")
     if problem := next(_class_problems(config, known, version), None):
         raise HpctrainError(f"{where}: {problem}")
+    if problems := list(dict.fromkeys(value_problems(_decode_floats(config)))):
+        raise HpctrainError([f"{where}: {problem}" for problem in problems])
     classes = [config_class, *(getattr(transformers, name) for name in known if hasattr(transformers, name))]
     if problems := list(dict.fromkeys(config_problems(config, classes))):
         raise HpctrainError([f"{where}: {problem}" for problem in problems])
@@ -253,10 +250,8 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
         raise HpctrainError(
             f"{where}: add_cross_attention = True: attention to an encoder is unsupported; {remedy}"
         )
-    layers = getattr(model_config, _LAYERS, None)
-    if isinstance(layers, int) and layers < 1:
-        key = getattr(model_config, "attribute_map", {}).get(_LAYERS, _LAYERS)
-        raise HpctrainError(f"{where}: {key} = {layers}: must be 1 or more")
+    if problems := [f"{where}: {problem}" for problem in size_problems(model_config)]:
+        raise HpctrainError(problems)
     return model_config
 
 

@@ -1,7 +1,7 @@
 """Configurations of causal language models of `transformers`, and folders that are refused.
 
-Tests of checkpoint/exchange/assembled_tensor.py, model/modules/config_problems.py and
-deck/families/computation_keys.py.
+Tests of checkpoint/exchange/assembled_tensor.py, model/modules/config_problems.py,
+model/modules/config_values.py and deck/families/computation_keys.py.
 """
 
 from __future__ import annotations
@@ -159,10 +159,50 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "transformers cannot use this configuration: TypeError: Field 'hidden_size' expected int, got str",
     ),
     "size": (
-        {"model_type": "helium", "hidden_size": 32, "num_attention_heads": 0},
-        "transformers cannot build the model: hidden_size = 32, num_attention_heads = 0: ZeroDivisionError: ",
+        {"model_type": "opt", "vocab_size": 1, "pad_token_id": 1, "word_embed_proj_dim": 32},
+        "transformers cannot build the model: vocab_size = 1, word_embed_proj_dim = 32: AssertionError: ",
     ),
     "no layers": ({"model_type": "bloom", "n_layer": 0}, "n_layer = 0: must be 1 or more"),
+    "size 0": ({"model_type": "opt", "hidden_size": 0}, "hidden_size = 0: must be 1 or more"),
+    "negative window": (
+        {"model_type": "cwm", "sliding_window": -4},
+        "sliding_window = -4: must not be negative",
+    ),
+    "many layers": (
+        {"model_type": "opt", "num_hidden_layers": 10_000_000},
+        "num_hidden_layers = 10000000: more than 10000 layers are unsupported",
+    ),
+    "nan": (
+        {"model_type": "phimoe", "rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
+        r"rope_parameters\.rope_theta = nan: must be a finite number",
+    ),
+    "base 0": ({"model_type": "helium", "rope_theta": 0}, "rope_theta = 0: must be above 0"),
+    "experts": (
+        {"model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 9},
+        "num_experts_per_tok = 9: must be at most num_local_experts = 4",
+    ),
+    "dtype": (
+        {"model_type": "opt", "dtype": "float7"},
+        "dtype = 'float7': is no dtype of torch, such as 'bf",
+    ),
+    "factors": (
+        {
+            "model_type": "seed_oss",
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0],
+                "long_factor": [1.0] * 4,
+                "factor": 2.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        r"rope_parameters\.short_factor: must have length 4, got 1",
+    ),
     "layer types": (
         {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["foo", "full_attention"]},
         r"ValueError: The `layer_types` entries must be in \(.*\) but got .'foo',",
@@ -209,7 +249,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_configurations_that_are_refused(name: str, tmp_path: Path) -> None:
+def test_configurations_that_are_refused(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config, told = REFUSED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(HpctrainError, match=told) as caught:
@@ -217,6 +259,7 @@ def test_configurations_that_are_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
     (problem,) = caught.value.problems
     assert problem.startswith(f"{tmp_path / 'config.json'}: ") and "site-packages" not in problem
+    assert capfd.readouterr() == ("", "")  # no warnings of transformers or torch
 
 
 NEUTRAL: dict[str, tuple[str, dict[str, Any]]] = {
