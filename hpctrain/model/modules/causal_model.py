@@ -19,7 +19,7 @@ from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, parse_json, read_text
 from hpctrain.model.modules.causal_classes import causal_class, causal_classes, is_of_text
-from hpctrain.model.modules.config_problems import config_problems, transformers_errors
+from hpctrain.model.modules.config_problems import config_problems, reads_key, transformers_errors
 from hpctrain.model.modules.config_values import checked_warnings, size_problems, value_problems
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN
 
@@ -181,7 +181,8 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
             )
     if problems:
         raise HpctrainError(f"{where}: {problems[0]}")
-    ignored = ("is_decoder",) if config["model_type"] in _ALWAYS_CAUSAL else ()
+    depends = config["model_type"] not in _ALWAYS_CAUSAL and reads_key([type(model)], "is_decoder")
+    ignored = () if depends else ("is_decoder",)
     for name, value in _OF_ENCODERS.items():
         if getattr(model.config, name, None) == value and name not in ignored:
             raise HpctrainError(

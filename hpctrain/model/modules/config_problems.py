@@ -68,6 +68,11 @@ def config_problems(config: Mapping[str, Any], classes: Sequence[type]) -> Itera
             yield f"{key} = {value!r}: transformers has no activation of this name{meant}"
 
 
+def reads_key(classes: Sequence[type], key: str) -> bool:
+    """Return True if the source code of an architecture's classes reads a key of its configuration."""
+    return re.search(rf"\bconfig\.{key}\b", _sources(classes)) is not None
+
+
 @contextmanager
 def transformers_errors(activity: str, config: Mapping[str, Any]) -> Iterator[None]:
     """Return a context manager that reports an exception of `transformers` as one line.

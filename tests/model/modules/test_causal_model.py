@@ -275,6 +275,7 @@ NEUTRAL: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bidirectional_attention": False,
         },
     ),
+    "unread key": ("phimoe", {"is_decoder": False}),
     "unused window": ("helium", {"sliding_window": 6, "use_sliding_window": False}),
     "rope": ("bloom", {"rope_scaling": {"rope_type": "default"}}),
     # The configuration or the code of these architectures has the key.
