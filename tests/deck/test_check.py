@@ -145,11 +145,14 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["layout.tensor=5"],
-            ["layout.tensor=5: must divide model.mlp = 96 (use 2, 3, 4 or 6)"],
+            ["layout.tensor=5: must divide model.mlp = 96 (use 1, 2, 3, 4, 6 or 8, given model.heads = 8)"],
         ),
         (
             ["layout.tensor=16"],
-            ["layout.tensor=16: must be at most model.heads = 8 (use 3, 4, 6 or 8, given model.mlp = 96)"],
+            [
+                "layout.tensor=16: must be at most model.heads = 8 (use 1, 2, 3, 4, 6 or 8, given "
+                "model.mlp = 96)"
+            ],
         ),
         (
             ["layout.tensor=8", "model.mlp=100"],

@@ -182,6 +182,10 @@ def transformer_layout_problems(deck: Deck) -> list[DeckProblem]:
     return [*_tensor(deck), *_context(deck), *_pipeline(deck), *expert_layout_problems(deck)]
 
 
+_MOST_SIZES = 8
+"""Largest number of sizes that a message names, so that it also has those that fit few ranks."""
+
+
 def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of layout.tensor."""
     model, layout = deck.model, deck.layout
@@ -196,11 +200,11 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     }
     possible = range(1, model.heads + 1)
     fitting = [ranks for ranks in possible if all(fits(ranks) for fits in demands.values())]
-    would = nearest_numbers(tensor, fitting)
+    would = nearest_numbers(tensor, fitting, _MOST_SIZES)
 
     def problem(demand: str, name: str, candidates: Iterable[int]) -> DeckProblem:
         """Return the problem of layout.tensor with near sizes that fit, and other keys that exclude more."""
-        near = nearest_numbers(tensor, candidates)
+        near = nearest_numbers(tensor, candidates, _MOST_SIZES)
         limits = []
         for other, fits in demands.items():
             if other != name and near != would and not all(fits(ranks) for ranks in near):
