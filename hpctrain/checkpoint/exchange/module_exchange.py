@@ -26,7 +26,13 @@ from hpctrain.checkpoint.exchange.module_tensors import (
     state_shapes,
 )
 from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
-from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, TensorFolder, open_folder, type_name
+from hpctrain.checkpoint.exchange.safetensors_folder import (
+    CONFIG,
+    NewTensor,
+    TensorFolder,
+    open_folder,
+    type_name,
+)
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource
 from hpctrain.checkpoint.layout import Index, TensorRange
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
@@ -35,6 +41,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_key, toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.causal_model import build_causal_model, model_title, stored_config
+from hpctrain.model.modules.forward_check import require_forward
 from hpctrain.parallel.shards import Shard
 from hpctrain.units import format_count
 
@@ -90,8 +97,8 @@ def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: in
         ranks: Number of ranks.
 
     Raises:
-        HpctrainError: Tensors are missing, unknown, have other shapes or several values; further errors as
-            in `open_folder`.
+        HpctrainError: Tensors are missing, unknown, have other shapes or several values, or the model cannot
+            compute; further errors as in `open_folder`.
     """
     arguments = keys["model.arguments"]
     with torch.device("meta"):
@@ -113,11 +120,19 @@ def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: in
     if problems:
         raise first_of(problems)
     require_equal_copies(folder, aliases, rank, ranks)
+    integers = integer_types(module)
+    require_forward(
+        module,
+        keys.get("model.blocks"),
+        keys.get("batch.sequence"),
+        stored_config(arguments),
+        str(path / CONFIG),
+    )
     return ModuleSource(
         folder,
         {dataset: shape or (1,) for dataset, shape in shapes.items()},
         names,
-        integer_types(module),
+        integers,
         model_title(arguments),
         ignored_note(ignored),
     )

@@ -137,6 +137,13 @@ def _config_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
+def sequence_note(config: Mapping[str, Any], sequence: int) -> str:
+    """Return that sequences are longer than those of a config.json, for messages; "" if they are not."""
+    lengths = ((key, config.get(key)) for key in _LENGTHS)
+    key, length = next((each for each in lengths if _is_size(each[1])), ("", sequence))
+    return f" (more than {key} = {length})" if sequence > cast(int, length) else ""
+
+
 def model_title(arguments: Mapping[str, Any]) -> str:
     """Return the name of the model that the arguments of a deck describe: its class or its type."""
     config = _config_of(arguments)[0]

@@ -33,8 +33,8 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
 _MODELS = "transformers.models."
 """Prefix of the Python modules that define architectures."""
 
-_CONFIG_KEY = re.compile(r"\bconfig\.(\w+)")
-"""Expression that reads a key in the source code of an architecture."""
+_CONFIG_KEY = re.compile(r"\b(?:config|self)\.(\w+)")
+"""Expression that reads a key, or an attribute with its name, in the source code of an architecture."""
 
 
 def config_problems(config: Mapping[str, Any], classes: Sequence[type]) -> Iterator[str]:

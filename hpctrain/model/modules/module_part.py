@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.planned import META
+from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.modules.causal_model import sequence_note, stored_config
+from hpctrain.model.modules.config_problems import transformers_errors
 from hpctrain.model.modules.module_architecture import ModuleArchitecture, plan_of
 from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.module_layers import BlockRunner, ModuleLayer
@@ -88,6 +91,9 @@ class ModulePart(nn.Module):
         self._visited: set[Parameter] = set()
         self._backward_running = False
         self._recording: bool | None = None
+        is_causal_model = architecture.code.target == CAUSAL_MODEL
+        self._config = stored_config(json.loads(architecture.arguments)) if is_causal_model else None
+        self._sequence_note = sequence_note(self._config or {}, architecture.sequence)
         self._unrecorded: set[str] = set()
         for parameter in self.names:
             if parameter.requires_grad:
@@ -107,7 +113,7 @@ class ModulePart(nn.Module):
             f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._module_call.field_names
         )
         apart = self.layer_context.weight_gradients.outside_run()
-        with run_user_code(f"{self.title} fails with {inputs_text}"), apart, ExitStack() as stack:
+        with self._reported_errors(inputs_text), apart, ExitStack() as stack:
             self._gathered = stack
             self._gather_layer(self.layers[0])
             if len(self.layers) == 2:
@@ -120,6 +126,14 @@ class ModulePart(nn.Module):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._begin_backward, hidden))
         return outputs
+
+    def _reported_errors(self, inputs_text: str) -> AbstractContextManager[None]:
+        """Return a context manager that reports exceptions of the module's code as errors of the user."""
+        if self._config is None:
+            return run_user_code(f"{self.title} fails with {inputs_text}")
+        return transformers_errors(
+            f"{self.title} fails with {inputs_text}{self._sequence_note}", self._config
+        )
 
     def computing(self) -> bool:
         """Return True while the module runs code of this part, not code whose results another part sent."""

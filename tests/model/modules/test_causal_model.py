@@ -34,7 +34,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.causal_model import build_causal_model, causal_model_keys
 from hpctrain.model.modules.config_problems import config_problems
 from hpctrain.train.start import start_from_source
-from tests.causal_models import deck_of, tensors_of, tiny_model
+from tests.causal_models import deck_of, tensors_of, tiny_model, trainer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -411,6 +411,22 @@ def test_tensors_of_files_and_of_modules_are_boxes_of_each_other(kind: str, tmp_
 
     for name, each in files.items():
         assert torch.equal(each.read((0,) * len(each.shape), each.shape, read), stored[name]), name
+
+
+def test_a_model_that_cannot_compute_is_one_sentence_with_its_key(world: World, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    tiny_model("mpt").save_pretrained(theirs)  # type: ignore[operator]
+    change(theirs, n_heads=5)
+    with pytest.raises(HpctrainError) as caught:
+        import_model(world, theirs, tmp_path / "model.h5")
+    (problem,) = caught.value.problems
+    assert "cannot run the model: n_heads = 5: RuntimeError: shape '[1, 16, 5, 6]' is invalid for" in problem
+    change(theirs, n_heads=4, max_seq_len=8)
+    training = trainer_of(world, deck_of(theirs))
+    with pytest.raises(HpctrainError) as caught:
+        training.train(1)
+    (problem,) = caught.value.problems
+    assert "fails with tokens of shape [2, 16] (more than max_seq_len = 8): RuntimeError: The size" in problem
 
 
 def test_a_deck_does_not_need_the_folder_for_its_module(folder: Path) -> None:
