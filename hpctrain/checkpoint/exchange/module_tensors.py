@@ -24,7 +24,11 @@ _BLOCK = re.compile(r".*?\.\d+\.")
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 """Number of a block or expert in the name of a tensor."""
 
-_BUFFER_PATTERNS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
+_BUFFER_PATTERNS = (
+    r"rotary_emb\.inv_freq$",
+    r"(^|\.)position_ids$",
+    r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$",  # causal masks of GPT-J, GPT-Neo and CodeGen
+)
 """Patterns of the names of buffers that files of older versions have. Models compute their values."""
 
 _LAYER_COUNTS = ("layers", "n_layer")
