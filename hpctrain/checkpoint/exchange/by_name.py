@@ -20,6 +20,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     PICKLES,
     SINGLE,
+    TYPES,
     TensorFolder,
     open_folder,
 )
@@ -30,7 +31,10 @@ from hpctrain.checkpoint.read import in_types, load
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.state import MODEL
-from hpctrain.text import counted, nearest
+from hpctrain.text import counted, either, nearest
+
+_WEIGHT_TYPES = (*TYPES, "F64")
+"""Types of weights in files. Integers and 8-bit numbers are quantized weights, whose scales are unknown."""
 
 _MOST_PROBLEMS = 8
 """Largest number of problems that an error lists."""
@@ -188,21 +192,25 @@ def _are_equal(folder: TensorFolder, name: str, copy: str, rank: int, ranks: int
     return True
 
 
-def mismatch(tensor: str, shape: tuple[int, ...], name: str | None, folder: TensorFolder) -> str | None:
+def mismatch(dataset: str, shape: tuple[int, ...], name: str | None, folder: TensorFolder) -> str | None:
     """Return what is wrong with a tensor of a folder, as a message; None if it is what a module requires.
 
     Args:
-        tensor: Name of the tensor in the module.
+        dataset: Dataset of the tensor, which ends with its name in the module.
         shape: Its shape there.
         name: Name of the tensor in the folder; None if there is none.
         folder: The folder.
     """
+    _, kind, tensor = dataset.split("/", 2)
     if name is None:
         near = nearest(tensor, list(folder.tensors))
         meant = f" (did you mean {near}?)" if near else ""
         cause = folder.likely_cause(tensor, shape) if isinstance(folder, ModuleFolder) else ""
         return f"{folder.path}: has no {tensor}, which the module requires{cause or meant}"
     described = folder.tensors[name]
+    if kind == MODEL and described.kind not in _WEIGHT_TYPES:
+        expected = either(_WEIGHT_TYPES)
+        return f"{folder.path / described.file}: {name}: has type {described.kind}, expected {expected}"
     if described.shape == shape:
         return None
     shapes = f"{list(described.shape)}, but the module requires {list(shape)}"
@@ -214,7 +222,7 @@ def _problems(
     entries: Sequence[TensorRange], found: Mapping[str, str | None], folder: TensorFolder
 ) -> Iterator[str]:
     for entry in entries:
-        problem = mismatch(entry.shard.name, entry.shard.shape, found[entry.dataset], folder)
+        problem = mismatch(entry.dataset, entry.shard.shape, found[entry.dataset], folder)
         if problem is not None:
             yield problem
 

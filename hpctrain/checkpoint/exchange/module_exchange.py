@@ -111,7 +111,7 @@ def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: in
     for dataset, shape in shapes.items():
         own = dataset.split("/", 2)[2]
         name = find_name(aliases.get(own, [own]), folder)
-        problem = mismatch(own, shape, name, folder)
+        problem = mismatch(dataset, shape, name, folder)
         if problem is not None:
             problems.append(problem)
         names[dataset] = name or own

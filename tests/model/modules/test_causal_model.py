@@ -336,9 +336,16 @@ def with_half_of_the_shards(folder: Path) -> None:
     min(folder.glob("model-0000[2-9]*.safetensors")).unlink()
 
 
+def with_integers(folder: Path) -> None:
+    tensors = tensors_of(folder)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+
+
 DAMAGED: dict[Callable[[Path], object], tuple[int, str]] = {
     without_weights: (2, "contains no weights"),
     pickled: (2, "weights in a pickle can run code and are not read"),
+    with_integers: (2, "model.norm.weight: has type I8, expected F32, BF16, F16 or F64"),
     with_half_of_the_shards: (3, "no such file, though model.safetensors.index.json names it"),
     lambda folder: change(folder, hidden_size=64): (
         2,
