@@ -45,6 +45,9 @@ from hpctrain.model.modules.forward_check import require_forward
 from hpctrain.parallel.shards import Shard
 from hpctrain.units import format_count
 
+UNLIMITED_SEQUENCE = 2048
+"""Value of `batch.sequence` in the checkpoint of an imported model without a longest sequence."""
+
 _PIECE_BYTES = 16 << 20
 """Largest piece of a tensor that is in memory at a time."""
 
@@ -59,7 +62,8 @@ class ModuleSource:
         names: Name of each dataset's tensor in `folder`.
         integers: dtype of each dataset that holds integers.
         title: Name of the model.
-        note: Note on tensors of the folder that the model ignores; "" if there are none.
+        note: Note on tensors of the folder that the model ignores, and on a missing longest sequence; "" for
+            none.
     """
 
     folder: TensorFolder
@@ -134,8 +138,15 @@ def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: in
         names,
         integers,
         model_title(arguments),
-        ignored_note(ignored),
+        "; ".join(filter(None, (ignored_note(ignored), _sequence_note(keys)))),
     )
+
+
+def _sequence_note(keys: Mapping[str, Any]) -> str:
+    """Return a note about a model without a longest sequence; "" for other models."""
+    if "batch.sequence" in keys:
+        return ""
+    return f"config.json has no longest sequence, so that of the checkpoint is {UNLIMITED_SEQUENCE} tokens"
 
 
 def module_deck(keys: Mapping[str, Any], out: Path, folder: Path) -> Deck:
@@ -143,7 +154,7 @@ def module_deck(keys: Mapping[str, Any], out: Path, folder: Path) -> Deck:
     lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
     model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
     lines += [f"{toml_key(name)} = {toml_value(value)}" for name, value in model.items()]
-    sequence = keys.get("batch.sequence", 2)
+    sequence = keys.get("batch.sequence", UNLIMITED_SEQUENCE)
     lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", "global_size = 1", f"sequence = {sequence}"]
     return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)
 

@@ -219,15 +219,28 @@ def _module_tensors(module: nn.Module, files: Mapping[str, Index]) -> dict[str, 
         if renamed not in known and name in known:
             renamed, pattern = name, None
         if pattern is None or renamed not in known:
-            found[renamed if renamed in known else name] = leaves[name]
+            _add_tensor(found, renamed if renamed in known else name, leaves[name])
             continue
         converter = collected.setdefault(renamed, deepcopy(of_pattern[pattern]))
         converter.add_tensor(renamed, name, pattern, leaves[name])
     for name, converter in collected.items():
         with _conversion_errors(module):
             made = converter.convert(name, model=module, config=module.config)
-        found.update((key, each[0] if isinstance(each, list) else each) for key, each in made.items())
+        for key, each in made.items():
+            _add_tensor(found, key, each[0] if isinstance(each, list) else each)
     return found
+
+
+def _add_tensor(tensors: dict[str, AssembledTensor], name: str, tensor: AssembledTensor) -> None:
+    """Add a tensor under its name in the module.
+
+    Raises:
+        HpctrainError: The files have another tensor for this name. `transformers` would silently take one.
+    """
+    if (other := tensors.get(name)) is not None:
+        sources = f"{other.boxes[0].source} and {tensor.boxes[0].source}"
+        raise HpctrainError(f"{sources}: both are in the files, for one tensor of the model; remove one")
+    tensors[name] = tensor
 
 
 def _config_sizes(config: Any) -> dict[str, int]:

@@ -73,13 +73,13 @@ def likely_cause(
 
 
 def _switch(config: Config, architecture: HuggingFaceArchitecture, tensors: Collection[str]) -> str:
-    """Return the key that explains tensors which only the files or only the model have; "" if unknown."""
+    """Return the key that explains all tensors which only the files or only the model have; "" if unknown."""
     keys = {key.deck_key: key.name for key in architecture.files.keys}
     if len(architecture.files.attention_biases) > 1:
         keys.setdefault("attention_bias", "attention_bias")
     for deck_key, pattern in _FLAGGED_TENSORS.items():
         key = keys.get(deck_key, "")
-        if key in config and any(pattern.search(name) for name in tensors):
+        if key in config and all(pattern.search(name) for name in tensors):
             return f", where {key} = {config[key]!r}"
     return ""
 

@@ -298,9 +298,10 @@ def _longest_sequence(module: nn.Module) -> int | None:
     config: Any = cast(Any, module).config.get_text_config()
     lengths = (getattr(config, key, None) for key in _LENGTHS)
     length: int | None = next((each for each in lengths if _is_size(each)), None)
-    if length is None or length == getattr(config, "vocab_size", None):
-        return length
-    embeddings = (each for each in module.modules() if isinstance(each, nn.Embedding))
+    if length is None:
+        return None
+    tokens = cast(Any, module).get_input_embeddings()
+    embeddings = (each for each in module.modules() if isinstance(each, nn.Embedding) and each is not tokens)
     positions = (each for each in embeddings if each.num_embeddings == length)
     return length - max(
         (each.padding_idx + 1 for each in positions if each.padding_idx is not None), default=0

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from hpctrain.checkpoint.exchange.by_name import find_name
 from hpctrain.checkpoint.exchange.convert import import_model
+from hpctrain.checkpoint.exchange.module_exchange import UNLIMITED_SEQUENCE
 from hpctrain.checkpoint.exchange.module_tensors import (
     ModuleFolder,
     file_tensors,
@@ -26,6 +27,8 @@ from hpctrain.checkpoint.exchange.module_tensors import (
 )
 from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
 from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.engine.build import build_engine
@@ -489,3 +492,28 @@ def test_tensors_that_the_model_does_not_have_are_refused_and_those_that_it_igno
         HpctrainError, match=r"model.safetensors: more: in this file, but not in the model of con"
     ):
         import_model(world, folder, tmp_path / "other.h5")
+
+
+def test_two_tensors_for_one_of_the_model_are_refused(folder: Path, world: World, tmp_path: Path) -> None:
+    tensors = tensors_of(folder)
+    save_file(
+        {**tensors, "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()},
+        folder / "model.safetensors",
+    )
+    told = r"embed_tokens\.weight and model\.embed_tokens\.weight: both are in the files, for one tensor"
+    with pytest.raises(HpctrainError, match=told):
+        import_model(world, folder, tmp_path / "model.h5")
+
+
+def test_a_model_without_a_longest_sequence_gets_one_in_its_checkpoint(world: World, tmp_path: Path) -> None:
+    tiny_model("bloom").save_pretrained(tmp_path / "bloom")  # type: ignore[operator]
+    told = import_model(world, tmp_path / "bloom", tmp_path / "model.h5")
+    assert f"so that of the checkpoint is {UNLIMITED_SEQUENCE} tokens" in told
+    deck = stored_deck(read_state(tmp_path / "model.h5"), tmp_path)
+    assert deck.batch.sequence == UNLIMITED_SEQUENCE
+
+
+def test_positions_as_many_as_tokens_are_told_from_them() -> None:
+    config = tiny_model("roberta").config.to_dict()  # type: ignore[operator,union-attr]
+    config["vocab_size"] = config["max_position_embeddings"]
+    assert causal_model_keys(json.loads(json.dumps(config)), "config.json")["batch.sequence"] == 31
