@@ -191,7 +191,9 @@ def test_activations_are_those_that_are_kept(
     for layout in layouts:
         for compute in ("fp32",) if recompute == "full" else ("fp32", "bf16"):
             more = (f"memory.recompute={recompute}", f"precision.compute={compute}", "batch.global_size=16")
-            deck = small_deck(*model, *layout, *more)
+            # Each expert has half a unit of 16-bit rows, whose padding is the mean that the plan assumes.
+            rows = 4 if {"layout.tensor=2", "layout.context=2"} & {*layout} else 2
+            deck = small_deck(*model, *layout, *more, f"batch.micro_size={rows}")
             training = trainer(world, deck)
             planned = plan_memory(deck, world.size, 61, schedule=training.engine.schedule)
             training.train(1)

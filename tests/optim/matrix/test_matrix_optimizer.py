@@ -32,7 +32,10 @@ from tests.optim.matrix.runs import EXPERTS, losses_after_checkpoint
 
 ROUNDS = 5
 TOLERANCE = 1e-4
-SHAPES = {(32, 32), (8, 32), (4, 32), (48, 32), (32, 48), (1, 1, 48, 32), (1, 32, 48)}
+SHAPES = {
+    *((32, 32), (8, 32), (4, 32), (48, 32), (32, 48), (1, 1, 48, 32), (1, 32, 48)),
+    *((24, 32), (32, 24)),  # of three heads of 8 features
+}
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
