@@ -34,7 +34,7 @@ FORMATS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloa
 """Formats of queries, keys and values by name."""
 
 _TENSORS = 12
-"""Tensors as large as the queries that a pass holds at least, with gradients in fp32."""
+"""Least number of tensors of the size of the queries, counted in fp32, that a pass holds with gradients."""
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""

@@ -61,7 +61,7 @@ class BlocksFigures:
         parameters: Parameters of the blocks.
         seconds: Seconds of forward and backward pass of a micro-batch, of the slowest rank, in each round.
         share: FLOP/s of the blocks relative to those of a matrix alone, in each round.
-        relative: Share relative to that of the first family, in each round.
+        relative: Share divided by that of the first measured family, in the order of FAMILIES, in each round.
     """
 
     family: str
@@ -134,7 +134,7 @@ def measured(world: World, decks: Mapping[str, Deck], rounds: int) -> list[Block
     for name, deck in decks.items():
         works[name], product = _works(world, deck)
         products.append(product)
-    product = products[0]  # that of the first family is the same as the others
+    product = products[0]  # all families have the same largest matrix
     times: dict[str, list[float]] = {name: [] for name in ("", *works)}
     for number in range(rounds + 1):
         order = [("", product), *works.items()]
@@ -191,9 +191,9 @@ def lines(figures: Sequence[BlocksFigures], setting: str) -> list[str]:
 
 
 def _works(world: World, deck: Deck) -> tuple[_Work, _Work]:
-    """Return all blocks of a deck, and the largest matrix of a block alone, on each rank. Collective.
+    """Return the work of all blocks of a deck, and that of their largest matrix alone. Collective.
 
-    The product of the matrix is repeated, so that both have about as many FLOPs.
+    Each rank does all of both. The matrix product is repeated until its FLOPs are about those of the blocks.
     """
     mesh = Mesh(world.single_rank_world(), {})
     deck = choose_kernels(deck, world, mesh)

@@ -60,7 +60,7 @@ class _AuxiliaryModel:
     stages: Sequence[StageMemory]
 
     def on_stage(self, number: int, count: int) -> StageMemory:
-        """Return its largest memory on the ranks of one of `count` stages of the trained model."""
+        """Return its largest memory on the ranks of stage `number` of a trained model with `count` stages."""
         own = len(self.stages)
         first, last = number * own // count, -(-(number + 1) * own // count)
         return max(self.stages[first:last], key=lambda stage: stage.memory.total)
@@ -77,8 +77,9 @@ def plan_run_memory(
 ) -> MemoryPlan:
     """Return the memory plan of a run, with its auxiliary models. The arguments are those of `plan_memory`.
 
-    Ranks that have only auxiliary models follow those of the policy as further stages, which `roles` names.
-    Reward models count if their checkpoints can be read.
+    Sets of ranks that have only auxiliary models are entries of `stages` after those of the policy. Then
+    `roles` names all entries.
+    Reward models count only if the checkpoints of all of them can be read.
     """
     plan = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule)
     if deck.objective.kind not in POLICY_KINDS:
@@ -137,7 +138,7 @@ def _auxiliary_models(
 
 
 def _joined(stage: StageMemory, name: str, other: StageMemory) -> StageMemory:
-    """Return the memory of a rank that has two models, of which the second has a name."""
+    """Return the memory of a rank of `stage` that also has an auxiliary model with memory `other`."""
     one, two, copied = stage.memory, other.memory, stage.state_copy_bytes + other.state_copy_bytes
     reused = max(stage.reused_buffer_bytes, other.reused_buffer_bytes)
     memory = replace(
@@ -181,7 +182,7 @@ def _reward_models(deck: Deck, ranks: int, ranks_per_node: int) -> list[StageMem
 
 
 def _newest_checkpoint(target: Path) -> Path:
-    """Return the newest checkpoint of a run's folder, or the file itself."""
+    """Return the newest checkpoint of a run's folder; the path itself if it is a file or has none."""
     if not target.is_dir():
         return target
     return next(iter(present_checkpoints(target / "checkpoints")), target)

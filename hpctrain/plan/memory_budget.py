@@ -59,7 +59,7 @@ class MemoryBudget:
         return self._shared_bytes if on_host(device_kind(deck.run.device)) else 0
 
     def ranks_on_node(self, deck: Deck) -> int:
-        """Return the number of ranks that share the memory of a node. Emulated nodes share one machine."""
+        """Return the number of ranks that share the memory of a node; emulated nodes count as one."""
         machine = deck.machine
         return min(
             self.ranks, self.ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or self.ranks
@@ -95,9 +95,9 @@ class MemoryBudget:
         return self.ranks_per_node or deck.communication.ranks_per_node or deck.machine.ranks_per_node
 
     def limit(self, deck: Deck) -> tuple[MemoryLimit, int] | None:
-        """Return a limit and the number of ranks that share it: those of a node, or of a GPU.
+        """Return the lowest limit and how many ranks share it: all of a node, or all of a GPU.
 
-        The limit is that of the deck, or else that of this machine; None if neither is known.
+        The limit is that of the deck, or else that of this machine. The result is None if neither is known.
         """
         machine, device = deck.machine, device_kind(deck.run.device)
         sharing_ranks = self.ranks_on_node(deck)
@@ -112,14 +112,15 @@ class MemoryBudget:
         return self.ranks_on_node(deck) if limit is None else limit[1]
 
     def mean_rank_bytes(self, deck: Deck) -> float:
-        """Return the bytes that a rank may use, as the mean of those that share a limit; inf if unknown.
+        """Return the mean number of bytes that a rank may use; inf if no limit is known.
 
-        Of several kinds of node, the largest counts.
+        The bytes that all ranks of a node have in common count for each of them. If there are several kinds
+        of node, the result is that of the kind with the largest mean.
         """
         return max(size for size, _ in self.mean_rank_bytes_by_kind(deck))
 
     def mean_rank_bytes_by_kind(self, deck: Deck) -> list[tuple[float, int]]:
-        """Return `mean_rank_bytes` and the number of ranks of each kind of node, in their order."""
+        """Return the mean bytes of a rank, and the number of ranks, for each kind of node that has ranks."""
         limit = self.limit(deck)
         if limit is None:
             return [(inf, self.ranks)]

@@ -31,8 +31,8 @@ class RankDemand:
     Attributes:
         node: Number of its node.
         host: Hostname of its node.
-        needed: Bytes that the rank needs, with its shared ones.
-        shared: Bytes of these that all ranks of the node have in common.
+        needed: Bytes that the rank needs, including `shared`.
+        shared: Bytes that all ranks of the node have in common, so that they count once for a node.
         limits: Limits of the memory that the rank may use.
     """
 
@@ -48,7 +48,7 @@ class MemoryDemand:
     """Memory that the ranks of a node or GPU need together, and its limit.
 
     Attributes:
-        host: Name of the node.
+        host: Node or machine in messages, such as a hostname or "a node".
         ranks: Number of ranks that share the limit.
         needed: Bytes that they need.
         limit: The limit.
@@ -107,7 +107,8 @@ def process_limits(
         if size is None:
             return ()
         name = f"GPU {device.index or 0}"
-        # Ranks that see one GPU each give it the same number, whichever it is. A plan has no GPU.
+        # The number cannot identify a GPU: ranks that each see only one GPU all number it 0. In a plan, the
+        # device has no number, and there may be no GPU whose identity could be read.
         pool = name if device == torch.device(device.type) else str(gpu_identity(device))
         return (MemoryLimit(pool, size, f"on {name}"),)
     if machine.memory is not None:
@@ -118,7 +119,7 @@ def process_limits(
 def require_memory(
     world: World, machine: Machine, name: str, needed: int, advice: Callable[[MemoryDemand], str]
 ) -> None:
-    """Raise an error on all ranks if the ranks of a node need more memory than it has. Collective.
+    """Raise an error on all ranks if ranks need more memory than their node or GPU has. Collective.
 
     If the node has enough memory, but other processes use it now, rank 0 logs a warning.
 
@@ -158,6 +159,6 @@ def _warn_of_used_memory(world: World, further: int) -> None:
         _, hostname, _, free = next(rank for rank in ranks if rank[0] == node)
         needed = sum(rank[2] for rank in ranks if rank[0] == node)
         if free is not None and needed > free:
-            sentence = "%s has only %s of its memory free, of which its ranks will need %s"
+            sentence = "%s has only %s of its memory free, but its ranks will allocate %s more"
             sizes = format_bytes(free), format_bytes(needed)
             logging.getLogger("hpctrain").warning(sentence, hostname, *sizes)

@@ -16,7 +16,7 @@ def causal_classes(kind: str) -> tuple[str, ...]:
     """Return the names of the classes of `transformers` for causal language models of a type.
 
     `transformers` itself does not find the class of the text model of some models of images and text, such as
-    "emu3_text_model". It is that of the complete model.
+    "emu3_text_model". That class is registered for the type of the complete model.
 
     Args:
         kind: A model_type that `transformers` knows.

@@ -43,17 +43,17 @@ _POSITIVE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "max_position_embeddings"),
 )
-"""Sizes of which no model has 0, by the names that `transformers` maps others to."""
+"""Sizes that must be above 0, by their standard names, to which `attribute_map` maps file-specific keys."""
 
 _ROPE_PROBLEM = re.compile(r"`rope_parameters`'s (short_factor|long_factor) field (must (have|be) .*)")
-"""Warnings of `transformers` about values with which positions are not rotated as the file intends."""
+"""Expression that finds warnings about values for which `transformers` rotates positions incorrectly."""
 
 
 def value_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of single values of a config.json, by their keys.
 
     Args:
-        config: Content of the file, in which numbers that JSON does not have are floats.
+        config: Content of the file, with NaN and infinities, which JSON lacks, as floats.
     """
     for path, value in _values(config):
         key, shown = path.rpartition(".")[2], f"{path} = {value!r}"
@@ -116,7 +116,7 @@ class _Collector(logging.Handler):
 
 
 def _values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all values of a config.json that are no tables, with their keys from the outside."""
+    """Yield the dotted path and the value of each scalar. Elements of a list have the path of the list."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _values(each, f"{path}.{key}" if path else str(key))

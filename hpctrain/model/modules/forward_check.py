@@ -31,7 +31,7 @@ def require_forward(
     Only errors about shapes count. Others may come from tensors without values.
 
     Args:
-        module: The model, on "meta", whose forward methods are replaced.
+        module: The model, on "meta". Its forward methods are replaced, so do not use it afterwards.
         pattern: Pattern of the names of its blocks; None if it has none.
         sequence: Number of tokens of its longest sequence; None if it has no limit.
         config: Content of its config.json.

@@ -82,7 +82,8 @@ class RoutedExpertStyle(ExpertStyle):
             name: Name of the experts.
             first: First expert of this rank.
             local_count: Number of experts of this rank.
-            skipped: Index, among this rank's experts, of what contributes nothing with a weight of 0.
+            skipped: Local expert index for tokens of other ranks' experts. With a weight of 0, the call adds
+                nothing for it.
         """
         part = split.module.get_submodule(name)
         layer_context, tensor, forward = split.context_of(name), split.layer_context.tensor, part.forward
@@ -93,7 +94,8 @@ class RoutedExpertStyle(ExpertStyle):
             local = top_k_index - first
             remote = (local < 0) | (local >= local_count)
             result = forward(hidden, local.masked_fill(remote, skipped), weights.masked_fill(remote, 0.0))
-            # Backward reaches all of these on ranks without a token, too, so that all sum in one order.
+            # Backward must reach all of these even on ranks whose experts get no token. Otherwise ranks would
+            # call the collectives of the gradients in different orders.
             return sum_results(tensor, result, hidden, weights, *part.parameters())
 
         set_forward(part, sum_of_experts)
@@ -102,8 +104,8 @@ class RoutedExpertStyle(ExpertStyle):
 class SplitExperts(RoutedExpertStyle):
     """Experts of `transformers` in tensors whose first dim has the experts.
 
-    With `_is_expert_parallel`, a module of `transformers` skips tokens whose expert has an index above its
-    own.
+    If `_is_expert_parallel` is true, a module of `transformers` skips the tokens whose expert index is
+    `num_experts` or more.
     """
 
     name = "expert"
@@ -122,9 +124,9 @@ class SplitExperts(RoutedExpertStyle):
 
 
 class SplitExpertsWithIdentities(RoutedExpertStyle):
-    """Experts of which the last ones return their input, as in LongCat-Flash.
+    """Experts of which the last ones are identities, which return their input, as in LongCat-Flash.
 
-    These have no parameters. The last rank computes them.
+    Identities have no parameters. The last rank computes them.
     """
 
     name = "expert with identities"

@@ -38,7 +38,7 @@ class SplitStyle(ABC):
     may_be_gathered: ClassVar[bool] = True
 
     def matching(self, names: ModuleNames, pattern: str) -> list[str]:
-        """Return the first names of all parts that match a pattern and that the style may apply to."""
+        """Return all matching parts that the style may apply to, each by the first of its names."""
         return names.matching(pattern)
 
     def no_match_message(self, names: ModuleNames, pattern: str) -> str:

@@ -80,7 +80,8 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
     Args:
         module: The model as its own code builds it.
         ranks: Number of tensor ranks.
-        sequence_parallel: True if ranks have slices of sequences; such plans do not support that.
+        sequence_parallel: True if ranks have slices of sequences. Then the result has only a problem,
+            because plans of `transformers` do not support that.
     """
     kind = type(module).__name__
     model_plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
@@ -118,12 +119,14 @@ def _matching_parts(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the name, pattern and style of each submodule or parameter that a plan of `transformers` splits.
 
-    Patterns for other configurations of the same class match nothing, or norms without parameters.
+    A pattern may match nothing, because a plan covers all configurations of its class. Submodules without
+    parameters are omitted.
     """
     parts = [name for name, each in modules.items() if any(True for _ in each.parameters())]
     experts = [pattern for pattern, style in model_plan.items() if _LAYER_STYLES.get(style) is SplitExperts]
     for pattern, style in model_plan.items():
-        # Such plans split each expert. Here each expert is on one rank.
+        # Skip patterns inside experts: plans of `transformers` split every expert over the ranks, but here
+        # each rank has complete experts.
         if style not in _UNSPLIT and pattern.rpartition(".")[0] not in experts:
             for name in (*parts, *parameters):
                 if matches_pattern(pattern, name):
@@ -143,7 +146,8 @@ def _module_style(
 ) -> SplitStyle | None:
     """Return the style of a submodule, or None if it is unsupported.
 
-    Logits stay split, and attention heads are not divided.
+    The layer of the logits gets the style "vocabulary", so that logits stay split. The unit of a column style
+    is an attention head where its size is known, so that no head is divided.
     """
     kind, part = _LAYER_STYLES.get(style), modules[name]
     parent, _, last = name.rpartition(".")
@@ -172,8 +176,9 @@ def _implied_styles(
     """Yield styles of parts that plans of `transformers` do not name, but that follow from other parts.
 
     These are embeddings that share the matrix of a split head; the number of query heads of each key head, if
-    ranks share key heads; queries of latent attention that are not compressed; and activations with
-    parameters before split layers, whose gradients are those of a rank's part of the features.
+    ranks share key heads; queries of latent attention that are not compressed; and activation functions with
+    parameters before a row-split layer. Each rank has only its features' part of the gradient of these
+    parameters.
     """
     heads = (name for name, style in styles.items() if isinstance(style, Vocabulary))
     tables = [getattr(modules[name], "weight", None) for name in heads]
@@ -204,7 +209,7 @@ def _implied_styles(
 def _latent_problems(
     styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module], ranks: int
 ) -> Iterator[str]:
-    """Yield latent attention whose heads the ranks cannot split."""
+    """Yield a problem for each latent attention whose number of heads is not a multiple of the ranks."""
     for parent in (name.rpartition(".")[0] for name in styles if isinstance(styles[name], PartialFeatures)):
         heads = getattr(modules.get(parent), "num_heads", None)
         if isinstance(heads, int) and heads % ranks:
