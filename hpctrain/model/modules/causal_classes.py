@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_TEXT_PART = "text_config"
+TEXT_PART = "text_config"
 """Key of the text model in the configuration of a model of images and text."""
-
 
 _LANGUAGE_MODEL = "ForCausalLM"
 """End of the names of classes that compute no more than a language model."""
@@ -27,7 +26,7 @@ def causal_classes(kind: str) -> tuple[str, ...]:
 
     if kind in CLASSES:
         return _as_tuple(CLASSES[kind])
-    if getattr(transformers.CONFIG_MAPPING[kind], "base_config_key", "") != _TEXT_PART:
+    if getattr(transformers.CONFIG_MAPPING[kind], "base_config_key", "") != TEXT_PART:
         return ()
     module = model_type_to_module_name(kind)
     of_module = (names for other, names in CLASSES.items() if model_type_to_module_name(other) == module)

@@ -18,7 +18,7 @@ from torch import nn
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, parse_json, read_text
-from hpctrain.model.modules.causal_classes import causal_class, causal_classes, is_of_text
+from hpctrain.model.modules.causal_classes import TEXT_PART, causal_class, causal_classes, is_of_text
 from hpctrain.model.modules.config_problems import config_problems, reads_key, transformers_errors
 from hpctrain.model.modules.config_values import checked_warnings, size_problems, value_problems
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN
@@ -38,9 +38,6 @@ _FILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 _CONFIG_KEY = "config"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 """Keys of the longest sequence, in the order in which they are looked for."""
-
-_TEXT_PART = "text_config"
-"""Key of the configuration of the language model of a model that does not take text alone."""
 
 _MODALITIES = ("vision", "audio", "image", "video", "speech", "vq")
 """Beginnings of the names of configurations of models that do not take text alone."""
@@ -213,9 +210,9 @@ def _modality_problem(key: str, config: Mapping[str, Any], config_class: Any) ->
     """Return the reason why a model of images, audio or video is refused, given the key of such a part."""
     import transformers
 
-    text_config = config.get(_TEXT_PART)
+    text_config = config.get(TEXT_PART)
     kind = text_config.get("model_type") if isinstance(text_config, dict) else None
-    kind = kind or getattr(config_class.sub_configs.get(_TEXT_PART), "model_type", "")
+    kind = kind or getattr(config_class.sub_configs.get(TEXT_PART), "model_type", "")
     classes = causal_classes(str(kind)) if kind in transformers.CONFIG_MAPPING else ()
     remedy = f"; use a folder of its language model alone ({' or '.join(classes)})" if classes else ""
     return (
