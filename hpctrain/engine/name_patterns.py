@@ -94,19 +94,21 @@ def _linear_layers(model: ModelPart) -> list[SplitLinear]:
 
 def _muon_problems(model: ModelPart, rule: MatrixRules) -> list[str]:
     layers = (layer for unit in model.units() for layer in unit)
-    matrices = ([p for p in layer if rule.matrix_rule.update_block(p.shard) is not None] for layer in layers)
+    matrices = [[p for p in layer if rule.matrix_rule.update_block(p.shard) is not None] for layer in layers]
+    names = [parameter.shard.name for layer in matrices for parameter in layer]
+    example = f" (an example of a matrix is {names[len(names) // 2]})" if names else ""
     further = (parameter.shard.name for parameter in parameter_list(model))
     return PatternCheck.compare(rule.patterns, matrices, further).problems(
         "names {}, but not {}, which is stored with it (name both or neither)",
-        "no parameter matches {}",
+        f"no parameter matches {{}}{example}",
         none="names no matrix",
     )
 
 
 def _fp8_problems(model: ModelPart, patterns: Sequence[str]) -> list[str]:
-    fused = (layer.weights for layer in _linear_layers(model))
+    fused = [layer.weights for layer in _linear_layers(model)]
     return PatternCheck.compare(patterns, fused, _NEVER_IN_8_BITS, matches_parameter).problems(
         "excludes {}, but not {}, which is fused with it (name both or neither)",
-        "no linear layer matches {}",
+        f"no linear layer matches {{}} (an example of a name is {fused[0][0].shard.name})",
         all_match='excludes all layers (precision.compute = "bf16" is equivalent)',
     )
