@@ -63,7 +63,11 @@ def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World,
         ("model.frozen", ["*"], ["leaves nothing to train (leave out a pattern)"]),
         ("optimizer.muon.matrices", ["blocks.*", "*norm*"], []),
         ("optimizer.muon.matrices", ["*"], []),
-        ("optimizer.muon.matrices", ["blocks.*", "y", "x"], [f'no parameter matches "{x}"{MATRIX}' for x in "yx"]),
+        (
+            "optimizer.muon.matrices",
+            ["blocks.*", "y", "x"],
+            [f'no parameter matches "{x}"{MATRIX}' for x in "yx"],
+        ),
         (
             "optimizer.muon.matrices",
             ["blocks.1.*.up.weight"],
