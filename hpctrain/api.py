@@ -130,7 +130,7 @@ def run(
     source = _source(deck)
 
     def verb(started: World) -> int:
-        from hpctrain.post.trainer import make_trainer
+        from hpctrain.post.policy_trainer import make_trainer
         from hpctrain.train.run import run_deck
 
         return run_deck(started, source, _changes(defaults), fresh, again, make=make_trainer)

@@ -47,7 +47,7 @@ def command(
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.post.trainer import make_trainer
+    from hpctrain.post.policy_trainer import make_trainer
     from hpctrain.train.replay import replay
 
     def work(world: World) -> int:

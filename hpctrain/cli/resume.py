@@ -35,7 +35,7 @@ def command(
     heed_from_now()
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.post.trainer import make_trainer
+    from hpctrain.post.policy_trainer import make_trainer
     from hpctrain.train.run import resume
 
     def work(world: World) -> int:

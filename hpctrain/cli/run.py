@@ -50,7 +50,7 @@ def command(
     """
     heed_from_now()
     from hpctrain.comm.verb import run_verb
-    from hpctrain.post.trainer import make_trainer
+    from hpctrain.post.policy_trainer import make_trainer
     from hpctrain.train.run import run_deck
 
     if fresh and again:

@@ -25,8 +25,8 @@ from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence
 from hpctrain.post.advantages import generalized_advantages, group_advantages, whitened
 from hpctrain.post.critic_loss import RETURNS, VALUES
 from hpctrain.post.reward_model import RewardModel
-from hpctrain.post.rewards.in_processes import TOGETHER
-from hpctrain.post.rewards.reward import Sample
+from hpctrain.post.rewards.process_rewards import TOGETHER
+from hpctrain.post.rewards.reward_interface import Sample
 from hpctrain.post.rewards.rewards import Rewards, Scores, agreed_scores
 from hpctrain.post.rollout import Answer, AnswerRows, Rollout
 from hpctrain.post.writer import AnswerWriter, NumberedPrompt

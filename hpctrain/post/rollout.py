@@ -78,7 +78,7 @@ class Rollout:
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-class OfRollouts:
+class RolloutSource:
     """Source of samples that are the answers of the current rollout. All rollouts have `count` answers."""
 
     def __init__(self, count: int) -> None:

@@ -30,7 +30,7 @@ from hpctrain.generate.model_loading import load_model, require_token_model
 from hpctrain.generate.prompts import Prompt
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text_model import TextModel
-from hpctrain.post.rewards.reward import is_exact_match
+from hpctrain.post.rewards.reward_interface import is_exact_match
 from hpctrain.post.task_rows import Choice, WrittenAnswer, is_choice, read_rows
 from hpctrain.report.terminal import columns
 from hpctrain.text import escaped, fitted

@@ -22,7 +22,7 @@ from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.user_code import import_function
 from hpctrain.errors import EXIT_DONE, HpctrainError
 from hpctrain.fault_checks.spikes import Spike
-from hpctrain.post.rewards.in_processes import UsersReward
+from hpctrain.post.rewards.process_rewards import UserReward
 from hpctrain.post.rewards.rewards import parse_reward
 from hpctrain.report.bad_samples import bad_samples
 
@@ -171,7 +171,7 @@ def test_rewards_of_a_stored_deck_need_trust() -> None:
     with pytest.raises(UntrustedCodeError, match=r"policy\.reward"):
         parse_reward(code, "policy.reward")
     with pytest.raises(UntrustedCodeError, match=r"policy\.reward"):
-        UsersReward(code)
+        UserReward(code)
     state = deck_state(parse_deck(POLICY))
     assert evaluation_deck(state, FILE, [], 1).objective.kind == "next-token"
     assert not read_from_checkpoint(f'policy.reward=["{reward.target}"]', text=POLICY).untrusted_code

@@ -22,7 +22,7 @@ from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.words import plan_text
-from hpctrain.post.trainer import make_trainer
+from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import run_deck
 from tests.plan.policies import copying, prepare_copying, prepare_judge

@@ -25,9 +25,9 @@ from hpctrain.engine.layout.model_placement import place_models
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.stage_values import initialize
 from hpctrain.parallel.shards import Shard
-from hpctrain.post.rewards.reward import Sample
+from hpctrain.post.policy_trainer import PolicyTrainer
+from hpctrain.post.rewards.reward_interface import Sample
 from hpctrain.post.rewards.rewards import Rewards
-from hpctrain.post.trainer import PolicyTrainer
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import TrainerParts
 from hpctrain.train.verify import NOISE_STD, _pieces

@@ -21,8 +21,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.generation_model import load
+from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.post.task import evaluate_task
-from hpctrain.post.trainer import make_trainer
 from hpctrain.report.contents import contents
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import corruption

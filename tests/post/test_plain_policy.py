@@ -2,7 +2,8 @@
 papers (arXiv 1707.06347, 1506.02438, 2402.03300; the divergence in the reward: arXiv 2203.02155): what a
 rollout is worth, and all steps on it, of policy and critic, on any layout.
 
-Tests, through the run's own step, of post/trainer.py, post/experience.py, objective/policy.py and value.py.
+Tests of post/policy_trainer.py, post/experience.py, post/critic_loss.py and objective/policy.py by the steps
+of a run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.policy import steps_per_rollout
 from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.built_engine import Engine
+from hpctrain.post.policy_trainer import PolicyTrainer
 from hpctrain.post.rollout import Answer
-from hpctrain.post.trainer import PolicyTrainer
 from tests.engines import by_rank_0
 from tests.post.rough_policies import (
     REWARDS,

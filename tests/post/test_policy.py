@@ -1,7 +1,7 @@
 """Whole runs of policies: what they learn, going on, layouts, rewards that fail, what they write for people.
 
-Tests of post/trainer.py, post/experience.py, post/rollout.py, post/writer.py, post/reference.py,
-post/reward_model.py and post/samples.py.
+Tests of post/policy_trainer.py, post/experience.py, post/rollout.py, post/writer.py,
+post/policy_reference.py, post/reward_model.py and post/samples_file.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.post.trainer import make_trainer
+from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows

@@ -1,7 +1,8 @@
 """What completions are worth: scores of functions in processes, and every failure of these in a sentence.
 
-Tests of post/rewards/reward.py, post/rewards/rewards.py, post/rewards/in_processes.py,
-post/rewards/processes.py, post/rewards/worker.py, host/child_process.py and host/process_lifetime.py.
+Tests of post/rewards/reward_interface.py, post/rewards/rewards.py, post/rewards/process_rewards.py,
+post/rewards/worker_processes.py, post/rewards/reward_worker.py, host/child_process.py and
+host/process_lifetime.py.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.code import NamedCode
 from hpctrain.errors import HpctrainError, UserCodeError
 from hpctrain.host import child_process
-from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
-from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample
+from hpctrain.post.rewards.process_rewards import RegularExpression, UserReward
+from hpctrain.post.rewards.reward_interface import ExactMatch, Reward, Sample
 from hpctrain.post.rewards.rewards import Rewards, agreed_scores, open_rewards, parse_reward
 
 JUDGES = Path(__file__).with_name("judges.py")
@@ -32,7 +33,7 @@ def samples_of(texts: Sequence[str], **others: object) -> list[Sample]:
 
 
 def scores_of(function: str, texts: Sequence[str], seconds: float = 20.0, **others: object) -> list[float]:
-    reward = UsersReward(NamedCode(f"{JUDGES}:{function}"), seconds)
+    reward = UserReward(NamedCode(f"{JUDGES}:{function}"), seconds)
     try:
         return reward.scores(samples_of(texts, **others))
     finally:
@@ -62,7 +63,7 @@ def test_functions_of_users_judge_as_they_are() -> None:
 
 
 def test_a_function_that_comes_back_twice_is_heard_once() -> None:
-    reward = UsersReward(NamedCode(f"{JUDGES}:twice"), 20.0)
+    reward = UserReward(NamedCode(f"{JUDGES}:twice"), 20.0)
     try:
         for _ in range(5):
             assert reward.scores(samples_of(["a", "b"])) == [1.0, 1.0]
@@ -76,14 +77,14 @@ def test_what_a_function_forks_can_be_ended() -> None:
 
 def test_batches_are_shared_by_processes_in_order() -> None:
     texts = ["x" * (n % 7) for n in range(101)]
-    reward = UsersReward(NamedCode(f"{JUDGES}:length"), processes=3, together=4)
+    reward = UserReward(NamedCode(f"{JUDGES}:length"), processes=3, together=4)
     assert reward.scores([]) == []
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     assert reward.scores(samples_of(texts[:1])) == [0]
     reward.close()
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     reward.close()
-    processes = UsersReward(NamedCode(f"{JUDGES}:process"), processes=2, together=1)
+    processes = UserReward(NamedCode(f"{JUDGES}:process"), processes=2, together=1)
     known = {*processes.scores(samples_of(texts))} - {os.getpid()}
     assert len(known) == 2 and known == {*processes.scores(samples_of(texts))}
     processes.close()
@@ -133,7 +134,7 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
 def test_what_fails_is_told_with_the_sample(function: str, what: str) -> None:
     samples = samples_of(["good"] * 6 + ["bad"] + ["good"] * 3)
     told = sentence_of(
-        UsersReward(NamedCode(f"{JUDGES}:{function}"), 1.0 if what.startswith("takes") else 20.0), samples
+        UserReward(NamedCode(f"{JUDGES}:{function}"), 1.0 if what.startswith("takes") else 20.0), samples
     )
     assert told.startswith(f"judges.py:{function} {what}"), told
     one = 'sample 1 of prompt 0 (prompt "prompt 0", completion "good")'
@@ -143,25 +144,25 @@ def test_what_fails_is_told_with_the_sample(function: str, what: str) -> None:
 
 def test_the_sample_is_told_on_one_line_and_clipped() -> None:
     samples = [Sample("p" * 10_000, "bad"), Sample('"quoted"\x1b[2J\u202e', "bad", {}, 5, 2)]
-    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:nan")), samples[1:])
+    told = sentence_of(UserReward(NamedCode(f"{JUDGES}:nan")), samples[1:])
     assert r'sample 2 of prompt 5 (prompt "\"quoted\"\u001b[2J\u202E", completion "bad")' in told
-    assert len(sentence_of(UsersReward(NamedCode(f"{JUDGES}:nan")), samples[:1])) < 400
+    assert len(sentence_of(UserReward(NamedCode(f"{JUDGES}:nan")), samples[:1])) < 400
 
 
 def test_what_fails_with_several_samples_alone_is_told_so() -> None:
     several = samples_of(["good"] * 5)
-    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:not_at_once")), several)
+    told = sentence_of(UserReward(NamedCode(f"{JUDGES}:not_at_once")), several)
     assert "fails: ValueError: one by one, please" in told
     assert "called with sample 1 of prompt 0 to sample 1 of prompt 1" in told
     assert told.endswith("at once, but not with any of these 5 alone")
     assert "returns 1 value for 5 completions" in sentence_of(
-        UsersReward(NamedCode(f"{JUDGES}:too_few")), several
+        UserReward(NamedCode(f"{JUDGES}:too_few")), several
     )
     assert "returns 0 values for 1 completion," in sentence_of(
-        UsersReward(NamedCode(f"{JUDGES}:leaves_out")), several
+        UserReward(NamedCode(f"{JUDGES}:leaves_out")), several
     )
     began = time.monotonic()
-    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:slow"), 1.0), samples_of(["good"] * 16))
+    told = sentence_of(UserReward(NamedCode(f"{JUDGES}:slow"), 1.0), samples_of(["good"] * 16))
     assert told.startswith("judges.py:slow takes longer than 1 s, called with sample 1 of prompt 0 to ")
     assert " of 16 one by one took 1" in told and time.monotonic() - began < 30
 
@@ -176,19 +177,19 @@ def test_it_is_not_started_where_it_cannot_judge(tmp_path: Path) -> None:
         ("JUDGES", f"{JUDGES} has no JUDGES"),
     ):
         with pytest.raises(UserCodeError) as raised:
-            UsersReward(NamedCode(f"{JUDGES}:{name}")).start()
+            UserReward(NamedCode(f"{JUDGES}:{name}")).start()
         assert raised.value.problems[0].startswith(what) and len(raised.value.problems) == 1
-    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:with_solution")), samples_of(["a"], answer="a"))
+    told = sentence_of(UserReward(NamedCode(f"{JUDGES}:with_solution")), samples_of(["a"], answer="a"))
     assert told.startswith("judges.py:with_solution requires solution, which no row has (rows have answer)")
     for content, what in (("x = 1 / 0\n", "division by zero"), ("x = (\n", "SyntaxError"), ("exit(4)", "4")):
         (own := tmp_path / "own.py").write_text(content)
         with pytest.raises(UserCodeError, match=r"own\.py fails to load|it ends the process") as raised:
-            UsersReward(NamedCode(f"{own}:f")).start()
+            UserReward(NamedCode(f"{own}:f")).start()
         assert what in str(raised.value) and len(raised.value.problems) == 1
     own.write_text("import os\nos._exit(5)\n")
     told = r"^own.py:f fails, since its process .* code 5, while loading$"
     with pytest.raises(UserCodeError, match=told):
-        UsersReward(NamedCode(f"{own}:f")).start()
+        UserReward(NamedCode(f"{own}:f")).start()
 
 
 def test_exact_match_and_patterns() -> None:
@@ -220,8 +221,8 @@ def test_exact_match_and_patterns() -> None:
 def test_names_of_rewards(tmp_path: Path) -> None:
     assert isinstance(parse_reward(NamedCode("exact-match"), "deck").open(), ExactMatch)
     assert isinstance(parse_reward(NamedCode("regular-expression:a:(b)"), "deck").open(), RegularExpression)
-    assert isinstance(parse_reward(NamedCode(f"{JUDGES}:length"), "deck").open(), UsersReward)
-    assert isinstance(parse_reward(NamedCode("torch:tensor"), "deck").open(), UsersReward)
+    assert isinstance(parse_reward(NamedCode(f"{JUDGES}:length"), "deck").open(), UserReward)
+    assert isinstance(parse_reward(NamedCode("torch:tensor"), "deck").open(), UserReward)
     for text, what in (
         ("regular-expression:(", r'"\(" is not a regular expression \(missing \), unterminated subpattern'),
         ("regular-expression:", "requires a pattern"),
@@ -238,7 +239,7 @@ def test_names_of_rewards(tmp_path: Path) -> None:
 
 
 def test_weighted_sums() -> None:
-    length = UsersReward(NamedCode(f"{JUDGES}:length"))
+    length = UserReward(NamedCode(f"{JUDGES}:length"))
     rewards = Rewards([(length, 0.5), (ExactMatch(), 1), (ExactMatch("other"), -1.0)])
     scores = rewards.scores(samples_of(["aa", "b", "ccc"], answer="aa", other="b"))
     assert scores.parts == {"length": [2, 1, 3], "exact_match": [1, 0, 0], "exact_match_2": [0, 1, 0]}
@@ -297,13 +298,13 @@ def gone(pid: int) -> bool:
 
 def test_what_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:starts_and_hangs"), 1.0), samples_of(["bad"]))
+    told = sentence_of(UserReward(NamedCode(f"{JUDGES}:starts_and_hangs"), 1.0), samples_of(["bad"]))
     assert "takes longer than 1 s" in told and gone(int((tmp_path / "child").read_text()))
 
 
 def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    reward = UsersReward(NamedCode(f"{JUDGES}:starts_and_exits"), 20.0)
+    reward = UserReward(NamedCode(f"{JUDGES}:starts_and_exits"), 20.0)
     told = sentence_of(reward, samples_of(["bad"]))
     assert "fails, since its process ended by itself, with exit code 3, called with" in told
     assert gone(int((tmp_path / "child").read_text()))
@@ -312,13 +313,13 @@ def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: 
 def test_what_has_a_session_of_its_own_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
     for function, seconds in (("sessions_and_hangs", 1.0), ("sessions_and_exits", 20.0)):
-        sentence_of(UsersReward(NamedCode(f"{JUDGES}:{function}"), seconds), samples_of(["bad"]))
+        sentence_of(UserReward(NamedCode(f"{JUDGES}:{function}"), seconds), samples_of(["bad"]))
         assert gone(int((tmp_path / "child").read_text()))
 
 
 def test_an_answer_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "MAX_ANSWER_BYTES", 1 << 20)
-    told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:floods"), 20.0), samples_of(["bad"]))
+    told = sentence_of(UserReward(NamedCode(f"{JUDGES}:floods"), 20.0), samples_of(["bad"]))
     assert "answers with more than 1.05 MB, called with" in told
 
 
@@ -332,8 +333,8 @@ def test_processes_end_with_a_killed_rank(
     child = tmp_path / "child"
     monkeypatch.setenv("CHILD", str(child))
     code = (
-        "import sys; from hpctrain.post.rewards.in_processes import *; "
-        f"r = UsersReward(NamedCode({f'{JUDGES}:{function}'!r}), processes=2, together=1); r.start(); "
+        "import sys; from hpctrain.post.rewards.process_rewards import *; "
+        f"r = UserReward(NamedCode({f'{JUDGES}:{function}'!r}), processes=2, together=1); r.start(); "
         "r._processes.start(2); print(*[p.process.pid for p in r._processes._processes], flush=True); "
         "r.scores([Sample('', 'bad')] * 2)"
     )
@@ -352,7 +353,7 @@ def test_processes_end_with_a_killed_rank(
 @pytest.mark.mpi
 def test_ranks_judge_shares_and_agree(world: World) -> None:
     texts = ["x" * (n % 5) for n in range(11)]
-    rewards = Rewards([(UsersReward(NamedCode(f"{JUDGES}:length")), 1.0), (ExactMatch(), 10.0)])
+    rewards = Rewards([(UserReward(NamedCode(f"{JUDGES}:length")), 1.0), (ExactMatch(), 10.0)])
     scores = agreed_scores(world, rewards, samples_of(texts, answer="xx"))
     alone = [float(len(text)) + 10 * (text == "xx") for text in texts]
     assert scores.totals == alone and scores.parts["length"] == [*map(len, texts)]
@@ -363,7 +364,7 @@ def test_ranks_judge_shares_and_agree(world: World) -> None:
     assert agreed_scores(world, rewards, samples_of(["xx"], answer="xx")).totals == [12.0]
     assert agreed_scores(world, rewards, []).totals == []
     rewards.close()
-    bad = Rewards([(UsersReward(NamedCode(f"{JUDGES}:nan")), 1.0)])
+    bad = Rewards([(UserReward(NamedCode(f"{JUDGES}:nan")), 1.0)])
     for place in (0, 10):
         texts = ["good"] * place + ["bad"] + ["good"] * (10 - place)
         with pytest.raises(HpctrainError) as raised:

@@ -1,6 +1,6 @@
 """A policy that goes back for a spike: what it leaves out are whole rollouts, told by their prompts.
 
-Tests of post/trainer.py, post/samples.py and report/bad_samples.py.
+Tests of post/policy_trainer.py, post/samples_file.py and report/bad_samples.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.post.trainer import make_trainer
+from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.report.inspect import InspectOptions, inspect
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck

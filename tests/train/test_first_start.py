@@ -18,7 +18,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.post.trainer import make_trainer
+from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.folder import (
     clear_folder,

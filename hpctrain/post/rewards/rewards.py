@@ -12,8 +12,8 @@ from pathlib import Path
 from hpctrain.comm.world import World
 from hpctrain.deck.code import NamedCode, is_file_target, is_target
 from hpctrain.errors import HpctrainError
-from hpctrain.post.rewards.in_processes import RegularExpression, UsersReward
-from hpctrain.post.rewards.reward import ExactMatch, Reward, Sample, quoted
+from hpctrain.post.rewards.process_rewards import RegularExpression, UserReward
+from hpctrain.post.rewards.reward_interface import ExactMatch, Reward, Sample, quoted
 from hpctrain.text import nearest
 
 EXACT_MATCH = "exact-match"
@@ -40,7 +40,7 @@ class RewardName:
         if self.kind == PATTERN:
             return RegularExpression(self.text, key, seconds, processes)
         assert self.code is not None
-        return UsersReward(self.code, seconds, processes)
+        return UserReward(self.code, seconds, processes)
 
 
 def parse_reward(reward: NamedCode, where: str) -> RewardName:

@@ -38,14 +38,14 @@ from hpctrain.engine.stages.stage import Stage
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.factory import make_token_sampling
-from hpctrain.post.astray import Astray
 from hpctrain.post.critic_loss import ClippedValue
+from hpctrain.post.divergence_warnings import DivergenceWarnings
 from hpctrain.post.experience import Experience, figures_of
-from hpctrain.post.reference import open_reference
+from hpctrain.post.policy_reference import open_reference
 from hpctrain.post.reward_model import RewardModel, open_reward_model
 from hpctrain.post.rewards.rewards import Rewards, open_rewards
-from hpctrain.post.rollout import OfRollouts
-from hpctrain.post.samples import SamplesFile
+from hpctrain.post.rollout import RolloutSource
+from hpctrain.post.samples_file import SamplesFile
 from hpctrain.post.writer import AnswerWriter
 from hpctrain.train import trainer as training
 from hpctrain.train.memory import OtherMemory
@@ -89,7 +89,7 @@ class PolicyTrainer(Trainer):
             engine.auxiliary_engines |= _critic(deck, seat, fresh=beginning.checkpoint is None)
         state = beginning.fill()
         rollout = deck.policy.rollout or deck.batch.global_size
-        self.answers = OfRollouts(rollout)
+        self.answers = RolloutSource(rollout)
         self.experience: Experience | None = None
         order, repeats = SampleOrder(rollout, deck.run.seed), corpus.train.repeats * prompts.count / rollout
         super().__init__(deck, engine, Batches(self.answers, 0, order, repeats), state)
@@ -120,7 +120,7 @@ class PolicyTrainer(Trainer):
             reference=None if reference is None else reference.scored,
             values=critic,
         )
-        self.hooks.append(Astray(deck, world.rank))
+        self.hooks.append(DivergenceWarnings(deck, world.rank))
         self.samples = SamplesFile(Path(deck.run.dir), self.state.step, deck.policy.shown, world.rank == 0)
 
     @override
@@ -256,7 +256,7 @@ class PolicyStep(Step):
     def has_samples(self) -> bool:
         """See Step; a run that goes on has none before its first rollout."""
         source = self.batches.source
-        return isinstance(source, OfRollouts) and source.rollout is not None
+        return isinstance(source, RolloutSource) and source.rollout is not None
 
     def __call__(
         self, state: TrainState, batch: int, before_update: Callable[[], None] = lambda: None

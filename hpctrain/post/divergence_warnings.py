@@ -34,7 +34,7 @@ class _Lasting:
     due: int
 
 
-class Astray(Hook):
+class DivergenceWarnings(Hook):
     """Looks at the figures of every step. Counts from where the run began, or goes on."""
 
     def __init__(self, deck: Deck, rank: int) -> None:

@@ -17,7 +17,7 @@ from hpctrain.host.child_process import ChildProcess, NoAnswerError, next_answer
 SECONDS_TO_LOAD = 300.0
 """That a user's file may take to be loaded, with what it imports."""
 
-_WORKER = "hpctrain.post.rewards.worker"
+_WORKER = "hpctrain.post.rewards.reward_worker"
 
 
 @dataclass

@@ -23,7 +23,7 @@ from hpctrain.deck.sources import clipped
 from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.host.child_process import Answer, answer_requests
-from hpctrain.post.rewards.reward import answers_of, is_exact_match
+from hpctrain.post.rewards.reward_interface import answers_of, is_exact_match
 from hpctrain.text import counted, either, kind_of
 
 LARGEST = 1e30

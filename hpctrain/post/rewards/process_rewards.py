@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from hpctrain.deck.code import NamedCode
 from hpctrain.errors import UserCodeError
-from hpctrain.post.rewards.processes import FailedError, Processes
-from hpctrain.post.rewards.reward import Sample, answers_of, quoted
-from hpctrain.post.rewards.worker import GIVEN
+from hpctrain.post.rewards.reward_interface import Sample, answers_of, quoted
+from hpctrain.post.rewards.reward_worker import GIVEN
+from hpctrain.post.rewards.worker_processes import FailedError, Processes
 from hpctrain.text import either
 from hpctrain.units import format_seconds
 
@@ -23,7 +23,7 @@ TOGETHER = 16
 """Samples that are judged by one call, at the most."""
 
 
-class InProcesses:
+class ProcessReward:
     """What several processes judge by `work`, each call within `seconds`. See Reward."""
 
     def __init__(
@@ -83,7 +83,7 @@ class InProcesses:
         return f"{at_once}, but not with any of these {len(batch)} alone"
 
 
-class UsersReward(InProcesses):
+class UserReward(ProcessReward):
     """Scores that a user's function gives for prompts, completions and what rows have by name.
 
     The processes that call it get its name; `UntrustedCodeError` if it may not be called.
@@ -105,7 +105,7 @@ class UsersReward(InProcesses):
             )
 
 
-class RegularExpression(InProcesses):
+class RegularExpression(ProcessReward):
     """1 where the pattern is found in the completion, else 0; where it has a group, what the first one holds
     has to be the answer that the row has under `key`, if it has one.
 

@@ -1,6 +1,6 @@
 """What a policy wrote, in samples.jsonl, of which a disk that is full may have a part alone.
 
-Tests of post/samples.py.
+Tests of post/samples_file.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import InputOutputError
 from hpctrain.post.rollout import Answer
-from hpctrain.post.samples import SamplesFile
+from hpctrain.post.samples_file import SamplesFile
 
 BYTES = Tokenizer("bytes")
 

@@ -1,6 +1,6 @@
 """Warnings of policies that go astray: what is a sign, when it is told, and when again.
 
-Tests of post/astray.py.
+Tests of post/divergence_warnings.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.post.astray import STEPS, Astray
-from hpctrain.post.trainer import make_trainer
+from hpctrain.post.divergence_warnings import STEPS, DivergenceWarnings
+from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.train.hook import StepDone
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import StepResult, TrainState
@@ -29,7 +29,7 @@ class Watched:
     """A watcher, and the sentences that it says of a step; figures that are not given are as usual."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture, rank: int = 0) -> None:
-        self.hook, self.caplog, self.step = Astray(DECK, rank), caplog, 0
+        self.hook, self.caplog, self.step = DivergenceWarnings(DECK, rank), caplog, 0
 
     def __call__(self, skipped: bool = False, **figures: float) -> list[str]:
         self.step += 1
