@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS, TEXT_KIND
+from hpctrain.data.file_contents import CHAT, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.packing import Packing
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.deck.problem import DeckProblem

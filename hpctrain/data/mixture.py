@@ -15,8 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.data.batches import Batches, SequenceSource, SplitSequences
-from hpctrain.data.contents import CHAT, PREFERENCES, PROMPTS
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
+from hpctrain.data.file_contents import CHAT, PREFERENCES, PROMPTS
 from hpctrain.data.fit import masks_documents
 from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, PairedOrder, SampleOrder

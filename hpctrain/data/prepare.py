@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import hpctrain
 from hpctrain.comm.parallel_files import require_parallel_files
-from hpctrain.data.contents import TEXT_KIND
+from hpctrain.data.file_contents import TEXT_KIND
 from hpctrain.data.shard_files import ShardFiles, slices_of
 from hpctrain.data.shards import MOST_FILES
 from hpctrain.data.sources import (

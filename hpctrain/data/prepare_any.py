@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.data.contents import NOUNS, PROMPTS, TEXT_KIND
+from hpctrain.data.file_contents import NOUNS, PROMPTS, TEXT_KIND
 from hpctrain.data.output_lock import lock_output
 from hpctrain.data.prepare import Prepared, Say, prepare
 from hpctrain.data.tokenizer import BYTES

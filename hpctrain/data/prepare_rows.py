@@ -27,7 +27,7 @@ from hpctrain.data.chat_rows import (
 )
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer, TokenRequest, Tokens
-from hpctrain.data.contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
+from hpctrain.data.file_contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
 from hpctrain.data.sources import ROW_ENDINGS
 from hpctrain.data.template_process import TemplateLimitError

@@ -8,10 +8,12 @@
     /tokenizer_settings  uint8 [bytes], UTF-8: JSON of TokenizerSettings, what the files beside the tokenizer
                          say; its CRC-32 is its attribute `crc32`. Older files have none.
 
-All numbers are little-endian and all datasets contiguous. They are read where they lie, when they are used:
-the ranks of a node share one copy, the page cache's. data/contents.py tells of files that hold conversations,
-preferences or prompts. Unlike memory that is mapped, a read of a file that
-was cut, or of a disk that fails, is an error that can be told.
+All numbers are little-endian and all datasets contiguous. `data/file_contents.py` describes what files of
+conversations, preferences and prompts contain besides.
+
+Elements are read from the file when they are needed, so the ranks of a node share one copy in the page cache.
+The file is not mapped into memory, since a read from a truncated file or a failing disk raises an error, and
+an access to mapped memory ends the process.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.comm.error_messages import error_reason
-from hpctrain.data.contents import CONTENTS_VERSION, PROMPTS, Contents
+from hpctrain.data.file_contents import CONTENTS_VERSION, PROMPTS, Contents
 from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS, TokenizerSettings

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import hpctrain
 from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.parallel_files import open_on_all_ranks
-from hpctrain.data.contents import Contents
+from hpctrain.data.file_contents import Contents
 from hpctrain.data.shard_files import TokenSlice
 from hpctrain.data.stored import CHECKSUM, TEXT
 from hpctrain.data.token_part import TokenPart

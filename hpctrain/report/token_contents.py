@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.data.chat_template import ChatTemplate
-from hpctrain.data.contents import NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
+from hpctrain.data.file_contents import NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.tokens import FORMAT, TokenFile
 from hpctrain.errors import InputOutputError

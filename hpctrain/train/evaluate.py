@@ -18,9 +18,9 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
-from hpctrain.data import contents
 from hpctrain.data.batches import Batches
 from hpctrain.data.corpus import require_same_tokens
+from hpctrain.data.file_contents import PREFERENCES
 from hpctrain.data.held_out import HeldOut, batches_of, unfit_reasons, with_token_counts
 from hpctrain.data.sample_window import SampleWindow
 from hpctrain.data.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ def evaluate(
     world.ledger.activity = "opening the token files"
     with world.agreement():
         opened = [TokenFile(path, "--tokens") for path in files]
-        pairs = [file for file in opened if file.kind == contents.PREFERENCES]
+        pairs = [file for file in opened if file.kind == PREFERENCES]
         deck = evaluation_deck(state, path, overrides, world.size, pairs=bool(pairs))
         if deck.objective.kind in REFERENCE_KINDS and len(pairs) < len(opened):
             raise HpctrainError(

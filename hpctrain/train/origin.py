@@ -14,8 +14,8 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
 from hpctrain.comm.world import World
-from hpctrain.data.contents import TEXT_KIND
 from hpctrain.data.corpus import Corpus
+from hpctrain.data.file_contents import TEXT_KIND
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings

@@ -1,6 +1,6 @@
 """Conversations, preferences and prompts as token files: what is in them, on any ranks, and bad rows.
 
-Tests of data/prepare_rows.py, data/prepare_any.py, data/contents.py and data/stored.py.
+Tests of data/prepare_rows.py, data/prepare_any.py, data/file_contents.py and data/stored.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.data import template_limits, write
 from hpctrain.data.chat_rows import Conversation, conversation_of, preference_of, prompt_of
 from hpctrain.data.chat_template import CHATML, ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
-from hpctrain.data.contents import Contents
+from hpctrain.data.file_contents import Contents
 from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_any import made_text, prepare_any
 from hpctrain.data.prepare_rows import prepare_rows
