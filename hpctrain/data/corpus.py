@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import DatasetSpec, UserDataset, dataset_of
-from hpctrain.data.entries import open_entries
+from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.fit import masks_documents, token_problems
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.mixture import SplitDatasets

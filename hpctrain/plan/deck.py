@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.data.entries import vocabulary_of
+from hpctrain.data.deck_tokens import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DONE, EXIT_USER, HpctrainError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.data.entries import vocabulary_of
+from hpctrain.data.deck_tokens import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import token_file_patterns

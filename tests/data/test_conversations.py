@@ -16,7 +16,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource, SplitSequences
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
-from hpctrain.data.entries import open_entries
+from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.fit import token_problems
 from hpctrain.data.mixture import Joined, SplitDatasets

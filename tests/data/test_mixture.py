@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SplitSequences
-from hpctrain.data.entries import open_entries
+from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.mixture import (
     HeldOutMixture,
     Joined,

@@ -1,6 +1,6 @@
 """Token files that are read as one against their tokens end to end, and files that do not go together.
 
-Tests of data/entries.py beside data/shards.py.
+Tests of data/deck_tokens.py beside data/shards.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.entries import open_entries, vocabulary_of
+from hpctrain.data.deck_tokens import open_entries, vocabulary_of
 from hpctrain.data.prepare import prepare
 from hpctrain.data.shards import Shards, open_tokens, token_paths
 from hpctrain.data.tokens import TokenFile

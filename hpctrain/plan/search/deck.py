@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.data.entries import vocabulary_of
+from hpctrain.data.deck_tokens import vocabulary_of
 from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
