@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.data.data_checks import needed_tokens, split_sizes
 from hpctrain.data.documents import Documents
-from hpctrain.data.fit import needed_tokens, split_sizes
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.row_lengths import RowLengths
 from hpctrain.data.shards import Tokens

@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, MicroBatchRequest, SequenceSource
+from hpctrain.data.data_checks import split_samples
 from hpctrain.data.file_contents import CHAT, NOUNS, PREFERENCES, PROMPTS
-from hpctrain.data.fit import split_samples
 from hpctrain.data.packing import Array, Packing
 from hpctrain.data.shards import Tokens
 from hpctrain.data.tokens import TokenFile

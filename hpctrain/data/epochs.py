@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hpctrain.data.data_checks import trained_count
 from hpctrain.data.deck_tokens import open_entries
-from hpctrain.data.fit import trained_count
 from hpctrain.deck.schema import Deck
 
 

@@ -12,8 +12,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.corpus import Corpus, require_same_tokens
+from hpctrain.data.data_checks import unfit_kind
 from hpctrain.data.file_contents import TEXT_KIND
-from hpctrain.data.fit import unfit_kind
 from hpctrain.data.mixture import sequences_of
 from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hpctrain.data.batches import SPLITS, MicroBatch, MicroBatchRequest
+from hpctrain.data.data_checks import split_samples
 from hpctrain.data.dataset import UserDataset
-from hpctrain.data.fit import split_samples
 from hpctrain.data.items import Fields
 from hpctrain.data.worker_pool import Ticket, WorkerPool
 from hpctrain.errors import HpctrainError

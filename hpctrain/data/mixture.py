@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from hpctrain.data.batches import Batches, SequenceSource, SplitSequences
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
+from hpctrain.data.data_checks import masks_documents
 from hpctrain.data.file_contents import CHAT, PREFERENCES, PROMPTS
-from hpctrain.data.fit import masks_documents
 from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, PairedOrder, SampleOrder
 from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of

@@ -55,8 +55,8 @@ def named_problems(
 
 def _tokens(deck: Deck) -> Generator[DeckProblem, None, Sequence[Tokens]]:
     """What is wrong with token files, and these, where they can be opened."""
+    from hpctrain.data.data_checks import token_problems
     from hpctrain.data.deck_tokens import open_entries
-    from hpctrain.data.fit import token_problems
 
     key = "data.tokens" if deck.data.mixture is None else "data.mixture"
     try:

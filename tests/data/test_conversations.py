@@ -16,9 +16,9 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource, SplitSequences
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
+from hpctrain.data.data_checks import token_problems
 from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.epochs import EpochReader
-from hpctrain.data.fit import token_problems
 from hpctrain.data.mixture import Joined, SplitDatasets
 from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing

@@ -1,6 +1,6 @@
 """Where documents begin in packed sequences, and that none of them predicts the next one.
 
-Tests of data/documents.py, and of what data/batches.py, data/synthetic.py and data/fit.py make of it.
+Tests of data/documents.py, and of what data/batches.py, data/synthetic.py and data/data_checks.py make of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SplitSequences
+from hpctrain.data.data_checks import token_problems
 from hpctrain.data.documents import Documents, DocumentSpan
-from hpctrain.data.fit import token_problems
 from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.data.tokens import TokenFile
