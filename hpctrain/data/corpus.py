@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.data_checks import masks_documents, token_problems
+from hpctrain.data.data_mixture import SplitDatasets
 from hpctrain.data.dataset import DatasetSpec, UserDataset, dataset_of
 from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.loader import DatasetSource
-from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.shards import Tokens
 from hpctrain.data.worker_pool import WorkerPool
 from hpctrain.deck.check import data_ranks

@@ -13,8 +13,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.corpus import Corpus, require_same_tokens
 from hpctrain.data.data_checks import unfit_kind
+from hpctrain.data.data_mixture import sequences_of
 from hpctrain.data.file_contents import TEXT_KIND
-from hpctrain.data.mixture import sequences_of
 from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference

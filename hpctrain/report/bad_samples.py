@@ -12,9 +12,9 @@ from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.data.batches import OrderProtocol, SequenceSource
 from hpctrain.data.data_checks import split_samples
+from hpctrain.data.data_mixture import SplitDatasets
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.deck_tokens import open_entries
-from hpctrain.data.mixture import SplitDatasets
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck

@@ -17,9 +17,9 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource, SplitSequences
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
 from hpctrain.data.data_checks import token_problems
+from hpctrain.data.data_mixture import Joined, SplitDatasets
 from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.epochs import EpochReader
-from hpctrain.data.mixture import Joined, SplitDatasets
 from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing
 from hpctrain.data.prepare import prepare

@@ -1,6 +1,6 @@
 """Samples that were left out for spikes are those that the steps had read, whatever files they come from.
 
-Tests of report/bad_samples.py, and of where data/mixture.py says that samples come from.
+Tests of report/bad_samples.py, and of where data/data_mixture.py says that samples come from.
 """
 
 from __future__ import annotations

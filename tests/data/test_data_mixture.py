@@ -12,8 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SplitSequences
-from hpctrain.data.deck_tokens import open_entries
-from hpctrain.data.mixture import (
+from hpctrain.data.data_mixture import (
     HeldOutMixture,
     Joined,
     MixtureOrder,
@@ -21,6 +20,7 @@ from hpctrain.data.mixture import (
     material_of,
     mixture_lines,
 )
+from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
