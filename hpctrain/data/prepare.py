@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING
 import hpctrain
 from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.data.file_contents import TEXT_KIND
-from hpctrain.data.shard_files import ShardFiles, slices_of
-from hpctrain.data.shards import MOST_FILES
-from hpctrain.data.sources import (
+from hpctrain.data.input_files import (
     BINARY,
     TEXT_ENDINGS,
     LeftOut,
@@ -31,6 +29,8 @@ from hpctrain.data.sources import (
     printable,
     raise_all,
 )
+from hpctrain.data.shard_files import ShardFiles, slices_of
+from hpctrain.data.shards import MOST_FILES
 from hpctrain.data.text import (
     PIECE,
     PROBLEMS,

@@ -28,8 +28,8 @@ from hpctrain.data.chat_rows import (
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer, TokenRequest, Tokens
 from hpctrain.data.file_contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
+from hpctrain.data.input_files import ROW_ENDINGS
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
-from hpctrain.data.sources import ROW_ENDINGS
 from hpctrain.data.template_process import TemplateLimitError
 from hpctrain.data.text import PIECE, Complaint, JsonRow, TextPiece, cut_into_pieces, read_rows, share_of
 from hpctrain.data.token_part import TokenPart, part_path

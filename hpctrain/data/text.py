@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from io import BufferedIOBase
 from typing import Any
 
+from hpctrain.data.input_files import BINARY, JSON, NOT_UTF8, TextSource
 from hpctrain.data.packed import DamagedError, table_rows, table_texts
-from hpctrain.data.sources import BINARY, JSON, NOT_UTF8, TextSource
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json
 

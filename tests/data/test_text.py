@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource, find_sources
+from hpctrain.data.input_files import BINARY, NOT_UTF8, TextSource, find_sources
 from hpctrain.data.text import TextPiece, cut_into_pieces, examine_piece, read_piece, read_rows, share_of
 from hpctrain.errors import HpctrainError, InputOutputError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.sources import ROW_ENDINGS, find_sources, matches_glob
+from hpctrain.data.input_files import ROW_ENDINGS, find_sources, matches_glob
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
