@@ -31,7 +31,7 @@ from hpctrain.data.input_files import (
 )
 from hpctrain.data.shard_files import ShardFiles, slices_of
 from hpctrain.data.shards import MOST_FILES
-from hpctrain.data.text import (
+from hpctrain.data.text_pieces import (
     PIECE,
     PROBLEMS,
     Complaint,

@@ -31,7 +31,15 @@ from hpctrain.data.file_contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS
 from hpctrain.data.input_files import ROW_ENDINGS
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
 from hpctrain.data.template_process import TemplateLimitError
-from hpctrain.data.text import PIECE, Complaint, JsonRow, TextPiece, cut_into_pieces, read_rows, share_of
+from hpctrain.data.text_pieces import (
+    PIECE,
+    Complaint,
+    JsonRow,
+    TextPiece,
+    cut_into_pieces,
+    read_rows,
+    share_of,
+)
 from hpctrain.data.token_part import TokenPart, part_path
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings

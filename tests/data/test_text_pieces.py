@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from hpctrain.data.input_files import BINARY, NOT_UTF8, TextSource, find_sources
-from hpctrain.data.text import TextPiece, cut_into_pieces, examine_piece, read_piece, read_rows, share_of
+from hpctrain.data.text_pieces import (
+    TextPiece,
+    cut_into_pieces,
+    examine_piece,
+    read_piece,
+    read_rows,
+    share_of,
+)
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -135,7 +142,9 @@ def rows_of(path: Path, complaints: list[str] | None = None) -> list[object]:
 def test_lists_of_json_are_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, indent: int | None
 ) -> None:
-    monkeypatch.setattr("hpctrain.data.text._LIST_BLOCK", 7)  # entries lie across what is read at a time
+    monkeypatch.setattr(
+        "hpctrain.data.text_pieces._LIST_BLOCK", 7
+    )  # entries lie across what is read at a time
     rows = [{"text": "é]\\n" * n, "n": n * 1234567} for n in range(9)] + [12345678, "x", None, []]
     data = ("\ufeff " + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n").encode()
     path = write(tmp_path / name, gzip.compress(data) if name.endswith("GZ") else data)
