@@ -19,7 +19,7 @@ from hpctrain.data.mapped import of_memory
 from hpctrain.errors import EXIT_INTERNAL, UserCodeError
 from hpctrain.host.process_lifetime import describe_exit, kill_child, start_child
 
-_START = "from hpctrain.data.worker import serve; "
+_START = "from hpctrain.data.item_worker import serve; "
 
 
 class WorkerLostError(UserCodeError):

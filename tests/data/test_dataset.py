@@ -1,7 +1,7 @@
 """Datasets that users bring: the same samples whoever loads them, and what is wrong told in a sentence.
 
-Of data/dataset.py, data/items.py, data/loader.py, data/worker_pool.py, data/worker.py, data/mapped.py and
-data/seeded.py.
+Tests of data/dataset.py, data/items.py, data/loader.py, data/worker_pool.py, data/item_worker.py,
+data/mapped.py and data/seeded.py.
 """
 
 from __future__ import annotations
