@@ -21,7 +21,7 @@ from hpctrain.data.data_checks import needed_tokens, split_sizes
 from hpctrain.data.documents import Documents
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.row_lengths import RowLengths
-from hpctrain.data.shards import Tokens
+from hpctrain.data.token_files import Tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted
 

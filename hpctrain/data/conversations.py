@@ -21,7 +21,7 @@ from hpctrain.data.batches import MASKED, SPLITS, MicroBatch, MicroBatchRequest,
 from hpctrain.data.data_checks import split_samples
 from hpctrain.data.file_contents import CHAT, NOUNS, PREFERENCES, PROMPTS
 from hpctrain.data.packing import Array, Packing
-from hpctrain.data.shards import Tokens
+from hpctrain.data.token_files import Tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.errors import HpctrainError

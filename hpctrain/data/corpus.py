@@ -12,7 +12,7 @@ from hpctrain.data.data_mixture import SplitDatasets
 from hpctrain.data.dataset import DatasetSpec, UserDataset, dataset_of
 from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.loader import DatasetSource
-from hpctrain.data.shards import Tokens
+from hpctrain.data.token_files import Tokens
 from hpctrain.data.worker_pool import WorkerPool
 from hpctrain.deck.check import data_ranks
 from hpctrain.deck.schema import Deck

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hpctrain.data.file_contents import CHAT, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.packing import Packing
-from hpctrain.data.shards import Tokens, title_of
+from hpctrain.data.token_files import Tokens, title_of
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import dataset_entries

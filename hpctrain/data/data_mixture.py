@@ -20,7 +20,7 @@ from hpctrain.data.data_checks import masks_documents
 from hpctrain.data.file_contents import CHAT, PREFERENCES, PROMPTS
 from hpctrain.data.interleave import Interleaving
 from hpctrain.data.order import Integers, PairedOrder, SampleOrder
-from hpctrain.data.shards import Tokens, common_fingerprint, paths_of, title_of
+from hpctrain.data.token_files import Tokens, common_fingerprint, paths_of, title_of
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries

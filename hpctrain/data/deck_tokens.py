@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.data.shards import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
+from hpctrain.data.token_files import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_title
 from hpctrain.deck.sources import toml_value

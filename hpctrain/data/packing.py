@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from hpctrain.data.shards import Tokens
+    from hpctrain.data.token_files import Tokens
 
 Array = npt.NDArray[np.int64]
 

@@ -30,7 +30,6 @@ from hpctrain.data.input_files import (
     raise_all,
 )
 from hpctrain.data.shard_files import ShardFiles, slices_of
-from hpctrain.data.shards import MOST_FILES
 from hpctrain.data.text_pieces import (
     PIECE,
     PROBLEMS,
@@ -41,11 +40,12 @@ from hpctrain.data.text_pieces import (
     read_piece,
     share_of,
 )
+from hpctrain.data.token_files import MOST_FILES
 from hpctrain.data.token_part import TokenPart, part_path, remove_others
+from hpctrain.data.token_writer import Report, write_files, write_tokens
 from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
-from hpctrain.data.write import Report, write_files, write_tokens
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import JSON_BYTES, check_output, flush_to_disk, read_text, write_text
 from hpctrain.text import counted

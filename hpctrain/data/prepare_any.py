@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.data.file_contents import NOUNS, PROMPTS, TEXT_KIND
 from hpctrain.data.output_lock import lock_output
 from hpctrain.data.prepare import Prepared, Say, prepare
+from hpctrain.data.token_writer import Report
 from hpctrain.data.tokenizer import BYTES
-from hpctrain.data.write import Report
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted
 

@@ -41,12 +41,12 @@ from hpctrain.data.text_pieces import (
     share_of,
 )
 from hpctrain.data.token_part import TokenPart, part_path
+from hpctrain.data.token_writer import Report, RowsPart, write_tokens
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.data.training_keys import row_keys
-from hpctrain.data.write import Report, RowsPart, write_tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.text import either
 

@@ -20,7 +20,7 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
-    from hpctrain.data.shards import Tokens
+    from hpctrain.data.token_files import Tokens
 
 
 def named_problems(

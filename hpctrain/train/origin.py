@@ -16,7 +16,7 @@ from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tok
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus
 from hpctrain.data.file_contents import TEXT_KIND
-from hpctrain.data.shards import Tokens, title_of
+from hpctrain.data.token_files import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.schema import Deck

@@ -7,7 +7,7 @@ from pathlib import Path
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.data.corpus import Corpus
 from hpctrain.data.data_mixture import material_of, mixture_lines
-from hpctrain.data.shards import title_of
+from hpctrain.data.token_files import title_of
 from hpctrain.deck.decays import ENDLESS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import token_file_patterns

@@ -24,7 +24,7 @@ from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing
 from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.data.shards import Shards, open_tokens
+from hpctrain.data.token_files import Shards, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck

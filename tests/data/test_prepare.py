@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from hpctrain.comm.world import World
-from hpctrain.data import write
+from hpctrain.data import token_writer
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
@@ -53,8 +53,8 @@ def documents() -> list[str]:
 def test_bytes_are_what_they_are(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(write, "PIECE_TOKENS", 32)
-    monkeypatch.setattr(write, "CALL_BYTES", 100)
+    monkeypatch.setattr(token_writer, "PIECE_TOKENS", 32)
+    monkeypatch.setattr(token_writer, "CALL_BYTES", 100)
     folder, out = corpus(world, mpi_tmp_path), mpi_tmp_path / "made" / "out.h5"
     made = prepare(world, out, [str(folder)], text_key="body", piece_bytes=piece_bytes, binary=True)
     expected, ends = [], []
@@ -76,7 +76,7 @@ def test_bytes_are_what_they_are(
 def test_the_file_does_not_depend_on_the_ranks(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bpe: int | None
 ) -> None:
-    monkeypatch.setattr(write, "PIECE_TOKENS", 32)
+    monkeypatch.setattr(token_writer, "PIECE_TOKENS", 32)
     folder = str(corpus(world, mpi_tmp_path))
     options = {"text_key": "body", "train_bpe": bpe, "piece_bytes": 64, "binary": True}
     prepare(world, mpi_tmp_path / "all.h5", [folder], **options)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data import template_limits, write
+from hpctrain.data import template_limits, token_writer
 from hpctrain.data.chat_rows import Conversation, conversation_of, preference_of, prompt_of
 from hpctrain.data.chat_template import CHATML, ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
@@ -48,7 +48,7 @@ def documents(file: TokenFile) -> list[tuple[list[int], list[int]]]:
 def test_a_file_is_what_its_rows_are_on_any_ranks(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(write, "PIECE_TOKENS", 64)
+    monkeypatch.setattr(token_writer, "PIECE_TOKENS", 64)
     folder, source, out = mpi_tmp_path / "bpe", mpi_tmp_path / "rows.jsonl", mpi_tmp_path / "out.h5"
     if world.rank == 0:
         bpe(folder, CHATML)

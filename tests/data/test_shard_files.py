@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import Prepared, prepare
-from hpctrain.data.shards import Shards, Tokens, open_tokens
+from hpctrain.data.token_files import Shards, Tokens, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
 
@@ -101,8 +101,8 @@ def ending(function, counts=lambda *_: True):
 if kind == "piece":
     prepare.read_piece = ending(prepare.read_piece)
 elif kind == "written":
-    from hpctrain.data import write
-    write._write = ending(write._write)
+    from hpctrain.data import token_writer
+    token_writer._write = ending(token_writer._write)
 elif kind == "named":
     Path.replace = ending(Path.replace)
 elif kind == "removed":

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data import write
+from hpctrain.data import token_writer
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile, token_type
 from hpctrain.errors import InputOutputError
@@ -31,7 +31,7 @@ WORDS = [b"hello ", b"\xef\xbf\xbd\x01 world", "é".encode() * 20]
 @pytest.fixture
 def path(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A token file of three documents, with a checksum for every 16 tokens."""
-    monkeypatch.setattr(write, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(token_writer, "PIECE_TOKENS", 16)
     for i, word in enumerate(WORDS):
         (tmp_path / f"{i}.txt").write_bytes(word)
     prepare(world.single_rank_world(), tmp_path / "tokens.h5", [str(tmp_path)])

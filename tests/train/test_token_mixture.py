@@ -1,4 +1,4 @@
-"""Runs on mixtures of token files and on shards: data/data_mixture.py and data/shards.py in train/run.py."""
+"""Runs on mixtures and on several token files (data/data_mixture.py, data/token_files.py) in train/run.py."""
 
 from __future__ import annotations
 

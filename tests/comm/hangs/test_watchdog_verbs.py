@@ -91,7 +91,11 @@ PLACES = {
         "examining the text files",
         ("prepare", "other.h5", "text.txt"),
     ),
-    "write": ("hpctrain.data.write:_write", "writing the token file", ("prepare", "other.h5", "text.txt")),
+    "write": (
+        "hpctrain.data.token_writer:_write",
+        "writing the token file",
+        ("prepare", "other.h5", "text.txt"),
+    ),
     "export": (
         "hpctrain.checkpoint.exchange.convert:require_new",
         "writing the exported model",

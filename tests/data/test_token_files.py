@@ -1,6 +1,6 @@
 """Token files that are read as one against their tokens end to end, and files that do not go together.
 
-Tests of data/deck_tokens.py beside data/shards.py.
+Tests of data/deck_tokens.py beside data/token_files.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.deck_tokens import open_entries, vocabulary_of
 from hpctrain.data.prepare import prepare
-from hpctrain.data.shards import Shards, open_tokens, token_paths
+from hpctrain.data.token_files import Shards, open_tokens, token_paths
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError

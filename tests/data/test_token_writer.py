@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data import write
+from hpctrain.data import token_writer
+from hpctrain.data.token_writer import TokenPart, combine, write_tokens
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
-from hpctrain.data.write import TokenPart, combine, write_tokens
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -69,8 +69,8 @@ def test_uneven_and_empty_parts(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int]
 ) -> None:
     """Rank r brings what `counts` gives to r modulo the ranks: pieces of 16 tokens lie over several ranks."""
-    monkeypatch.setattr(write, "PIECE_TOKENS", 16)
-    monkeypatch.setattr(write, "CALL_BYTES", 20)
+    monkeypatch.setattr(token_writer, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(token_writer, "CALL_BYTES", 20)
     counts = counts[-world.size :] if world.size < len(counts) else counts
     tokenizer = Tokenizer("bytes")
     if not any(counts):
@@ -94,7 +94,7 @@ def test_an_error_of_one_rank_is_everyones(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that cannot read its tokens again still takes part in every call; no file is left."""
-    monkeypatch.setattr(write, "CALL_BYTES", 20)
+    monkeypatch.setattr(token_writer, "CALL_BYTES", 20)
     tokenizer = Tokenizer("bytes")
     (mpi_tmp_path / "out.h5").touch()
     with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
@@ -119,7 +119,7 @@ def test_an_error_of_one_rank_is_everyones(
 def test_a_full_disk_is_said_beforehand(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
+    monkeypatch.setattr(token_writer.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
     tokenizer = Tokenizer("bytes")
     with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
         fill(part, world.rank, 4)
