@@ -1,1 +1,1 @@
-"""Benchmarks, and the peers that they run against."""
+"""Benchmarks of hpctrain, and the programs that they are compared with."""

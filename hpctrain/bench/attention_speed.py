@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from hpctrain.bench.timing import clock, slowest, write_json
+from hpctrain.bench.measurement import clock, slowest, write_json
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.choices.function_choice import choose_functions, functions_of

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from hpctrain.bench.timing import clock, slowest, write_json
+from hpctrain.bench.measurement import clock, slowest, write_json
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.costs.layer_flops import model_flops

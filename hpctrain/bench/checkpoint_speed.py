@@ -24,10 +24,10 @@ from typing import TypeVar
 
 import torch
 
-from hpctrain.bench.files import PeakMemory, forget, read_plainly, write_plainly
-from hpctrain.bench.peers import start_gloo, stop_gloo
-from hpctrain.bench.timing import seconds_of, slowest, with_vocabulary, write_json
-from hpctrain.bench.torch_checkpoint import TorchCheckpoint
+from hpctrain.bench.measurement import seconds_of, slowest, with_vocabulary, write_json
+from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
+from hpctrain.bench.peers.torch_checkpoint import TorchCheckpoint
+from hpctrain.bench.plain_files import PeakMemory, forget, read_plainly, write_plainly
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import training_entries

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from hpctrain.bench.timing import write_json
+from hpctrain.bench.measurement import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary

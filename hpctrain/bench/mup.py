@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from hpctrain.bench.timing import with_vocabulary, write_json
+from hpctrain.bench.measurement import with_vocabulary, write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from hpctrain.bench.rivals import RIVALS
+from hpctrain.bench.peers.training_peers import RIVALS
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -74,7 +74,7 @@ def run_bench(
 @figures_file
 def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
     """Measure all collectives, compared with mpi4py on numpy arrays, under mpirun or srun."""
-    from hpctrain.bench.collectives import bench, print_rows, write_rows
+    from hpctrain.bench.collective_speed import bench, print_rows, write_rows
 
     def verb(world: World) -> None:
         rows = bench(world, operations, min_bytes, max_bytes, gloo)
@@ -125,7 +125,7 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @figures_file
 def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any) -> None:
     """Measure the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
-    from hpctrain.bench.train import TrainingBenchOptions, bench_train
+    from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train
 
     run_bench(lambda world: bench_train(world, deck, overrides, TrainingBenchOptions(**wish), path), path)
 
@@ -150,7 +150,7 @@ def plan(
     machine: str | None, only: tuple[str, ...], steps: int, device: str, rounds: int, path: Path | None
 ) -> None:
     """Compare the measured step times of twelve decks on two ranks with those of `hpctrain plan`."""
-    from hpctrain.bench.plan import bench_plan
+    from hpctrain.bench.plan_accuracy import bench_plan
 
     run_bench(lambda world: bench_plan(world, machine, only, steps, rounds, path), path, device=device)
 
@@ -169,7 +169,7 @@ def plan(
 @figures_file
 def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
     """Measure the mixture layers of DECK, with and without expert parallelism, and a dense layer."""
-    from hpctrain.bench.mixture import bench_mixture
+    from hpctrain.bench.mixture_speed import bench_mixture
 
     run_bench(lambda world: bench_mixture(world, deck, overrides, steps, rounds, path), path)
 
@@ -191,7 +191,7 @@ def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, pat
 @figures_file
 def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: int) -> None:
     """Measure greedy decoding with and without a key and value cache, compared with transformers."""
-    from hpctrain.bench.generate import bench_generate
+    from hpctrain.bench.generation_speed import bench_generate
 
     run_bench(lambda world: bench_generate(world, deck, overrides, output=path, **wish), path, device="cpu")
 
@@ -203,7 +203,7 @@ def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: 
 @figures_file
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
     """Measure the update of optimizer state in files, compared with disk and processor alone."""
-    from hpctrain.bench.offload import bench_offload
+    from hpctrain.bench.offload_speed import bench_offload
 
     run_bench(lambda world: bench_offload(world, deck, overrides, rounds, path), path)
 
@@ -277,7 +277,7 @@ def communication(
 @figures_file
 def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) -> None:
     """Measure the three products of a matrix layer in 8 bits with every recipe, compared with bf16."""
-    from hpctrain.bench.fp8 import SHAPES, bench_fp8
+    from hpctrain.bench.fp8_speed import SHAPES, bench_fp8
 
     run_bench(lambda world: bench_fp8(world, shapes or SHAPES, rounds, path), path, device=device)
 
@@ -411,7 +411,7 @@ def rate(
 
     The training ends when the loss diverges. No checkpoint is written.
     """
-    from hpctrain.bench.rate import RateBenchOptions, bench_rate
+    from hpctrain.bench.rate_range import RateBenchOptions, bench_rate
 
     wished = RateBenchOptions(**wish)
     run_bench(lambda world: bench_rate(world, deck, overrides, wished, path, picture), path, picture)

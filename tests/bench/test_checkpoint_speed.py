@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpctrain.bench.checkpoint_speed import CheckpointBenchOptions, bench_checkpoint
-from hpctrain.bench.files import PeakMemory, read_plainly, write_plainly
-from hpctrain.bench.peers import start_gloo, stop_gloo
-from hpctrain.bench.torch_checkpoint import TorchCheckpoint
+from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
+from hpctrain.bench.peers.torch_checkpoint import TorchCheckpoint
+from hpctrain.bench.plain_files import PeakMemory, read_plainly, write_plainly
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError

@@ -342,7 +342,7 @@ def metrics(title: str) -> list[dict[str, Any]]:
 
 def training_step(tables: dict[str, Any], device: str) -> Callable[[], float]:
     """Return a function that makes a training step on random tokens, on one rank."""
-    from hpctrain.bench.train import own_variant
+    from hpctrain.bench.training_speed import own_variant
     from hpctrain.comm.verb import single_world
     from hpctrain.deck.read import read_deck
     from hpctrain.engine.layout.run_mesh import make_mesh

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.bench.train import TrainingBenchOptions, bench_train
+from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.compare import compare as compare_tensors
 from hpctrain.checkpoint.exchange.convert import export_model

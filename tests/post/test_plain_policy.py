@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.peers.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
 from hpctrain.deck.one_rank import on_one_rank

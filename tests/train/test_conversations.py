@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.peers.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import open_corpus, resolve_vocabulary
 from hpctrain.data.held_out import open_held_out

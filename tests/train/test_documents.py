@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.peers.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, SequenceSource
 from hpctrain.deck.one_rank import on_one_rank

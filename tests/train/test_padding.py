@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.bench.mixtral import mixtral
+from hpctrain.bench.peers.mixtral import mixtral
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.conversations import ConversationSource

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.peers.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, MicroBatch, MicroBatchRequest
 from hpctrain.data.order import Integers, SampleOrder

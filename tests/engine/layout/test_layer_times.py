@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.bench.stages import gather_part_times
+from hpctrain.bench.pipeline_prediction import gather_part_times
 from hpctrain.comm.world import World
 from hpctrain.costs import action_timer
 from hpctrain.costs.pass_times import LayerTimes, PassTimes

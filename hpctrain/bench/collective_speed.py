@@ -1,0 +1,239 @@
+"""How long each primitive takes, beside plain mpi4py and gloo on the same memory in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import count, product, takewhile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from hpctrain.bench.measurement import write_json
+from hpctrain.bench.peers.collective_calls import (
+    OPERATIONS,
+    Once,
+    gloo_call,
+    group_call,
+    plain_call,
+    start_gloo,
+    stop_gloo,
+)
+from hpctrain.comm.calls import Call
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import choose_transport
+from hpctrain.comm.transports.shared import SharedTransport
+from hpctrain.comm.transports.small_messages import SMALL_OPERATIONS
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.report.terminal import stderr_console, stdout_console
+from hpctrain.text import either, table
+from hpctrain.units import format_bytes, parse_bytes
+
+# What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.
+LARGE_BYTES = 64 * 1024
+LARGE_RATIO = 1.10
+SMALL_SECONDS = 15e-6
+
+# What memory of a node is to bring: from these bytes up so many times mpi4py's speed, and gloo's; and of
+# what goes through it up to LARGE_BYTES, at least mpi4py's.
+HUGE_BYTES = 64 * 1024 * 1024
+SPEEDS: Mapping[str, tuple[float, float]] = {"all_reduce": (2.5, 4.0), "reduce_scatter": (6.0, 0.0)}
+
+SECONDS_PER_CASE = 0.4
+SECONDS_PER_SAMPLE = 200e-6
+LEAST_SAMPLES, MOST_SAMPLES = 7, 400
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """One primitive at one size: medians of seconds over interleaved samples, each the slowest rank's.
+
+    `bytes` is the full (concatenated) tensor's; send_recv is there and back. `shared` is whether the ranks
+    see memory of each other.
+    """
+
+    operation: str
+    bytes: int
+    hpctrain: float
+    mpi4py: float
+    gloo: float | None
+    shared: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Our time over plain mpi4py's."""
+        return self.hpctrain / self.mpi4py
+
+    @property
+    def good(self) -> bool:
+        """Whether it is as fast as it is to be: through memory by SPEEDS, or mpi4py's where it is small; else
+        whether the wrapper costs no more than it may.
+        """
+        if self.shared and self.bytes >= HUGE_BYTES and self.operation in SPEEDS:
+            over_mpi4py, over_gloo = SPEEDS[self.operation]
+            beside_gloo = self.gloo is None or self.gloo >= over_gloo * self.hpctrain
+            return beside_gloo and self.mpi4py >= over_mpi4py * self.hpctrain
+        if self.shared and self.bytes <= LARGE_BYTES and self.operation in SMALL_OPERATIONS:
+            return self.ratio <= 1
+        if self.bytes >= LARGE_BYTES:
+            return self.ratio <= LARGE_RATIO
+        return self.hpctrain - self.mpi4py <= SMALL_SECONDS
+
+
+def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> list[CollectiveRow]:
+    """Time the operations (comma-separated, or "all") from `least` to `most` bytes, in steps of four.
+
+    Collective. HpctrainError for an unknown operation, a wrong size, or a world of one rank.
+    """
+    names = list(OPERATIONS) if operations == "all" else [name.strip() for name in operations.split(",")]
+    with world.agreement():
+        unknown = [name for name in names if name not in OPERATIONS]
+        if unknown:
+            raise HpctrainError(f"--operations {', '.join(unknown)}: must be {either(OPERATIONS)}")
+        first, last = parse_bytes(least), parse_bytes(most)
+        if not 4 <= first <= last:
+            raise HpctrainError(
+                f"--min-bytes {least} --max-bytes {most}: must be at least 4 bytes, in ascending order"
+            )
+        if world.size < 2:
+            raise HpctrainError(
+                "bench collectives: requires two ranks or more (mpirun -n 2 hpctrain bench ...)"
+            )
+    if gloo:
+        start_gloo(world)
+    group = world.new_group(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
+    rows = []
+    sizes = list(takewhile(lambda size: size <= last, (first * 4**power for power in count())))
+    with _progress(world, len(names) * len(sizes)) as progress:
+        for name, size in product(names, sizes):
+            progress(f"{name} {format_bytes(size, binary=True)}")
+            rows.append(_measure(group, name, size, gloo))
+    if gloo:
+        stop_gloo()
+    return rows
+
+
+@contextmanager
+def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on rank 0's terminal; in a batch log nothing."""
+    console = stderr_console()
+    console.quiet = world.rank != 0
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps, completed=-1)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def _measure(group: Group, operation: str, size: int, gloo: bool) -> CollectiveRow:
+    share = max(1, size // 4 // group.size)
+    whole, part = (group.empty((count,), torch.float32).zero_() for count in (share * group.size, share))
+    calls = {
+        "hpctrain": group_call(group, operation, whole, part),
+        "mpi4py": plain_call(group, operation, whole, part),
+    }
+    other = gloo_call(group, operation, whole, part) if gloo else None
+    if other is not None:
+        calls["gloo"] = other
+    times = _medians(group, calls)
+    shared = isinstance(group.host, SharedTransport)
+    ours, plain = times["hpctrain"], times["mpi4py"]
+    return CollectiveRow(operation, whole.nbytes, ours, plain, times.get("gloo"), shared)
+
+
+def _medians(group: Group, calls: dict[str, Once]) -> dict[str, float]:
+    """Median seconds of each call, sampled in turns so that a slow moment of the machine meets all alike."""
+    names = list(calls)
+    repeats, longest = {}, 0.0
+    for name in names:
+        _sample(group, calls[name], 3)
+        guess = max(group.all_gather_object(_sample(group, calls[name], 2)))
+        repeats[name] = max(1, min(50, int(SECONDS_PER_SAMPLE / guess)))
+        longest += guess * repeats[name]
+    samples = max(LEAST_SAMPLES, min(MOST_SAMPLES, int(SECONDS_PER_CASE / longest)))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(samples):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            times[name].append(_sample(group, calls[name], repeats[name]))
+    every = group.all_gather_object(times)
+    return {
+        name: median(max(ranks) for ranks in zip(*(each[name] for each in every), strict=True))
+        for name in names
+    }
+
+
+def _sample(group: Group, call: Once, repeats: int) -> float:
+    """Return the mean seconds of one call over `repeats` calls, after a call that is not timed. Collective.
+
+    The untimed call brings the caches into the state in which the operation itself leaves them. Plain calls
+    of mpi4py are not recorded, so this records the untimed and the timed calls as "sample" for the watchdog.
+    """
+    with group.calls.record(Call("sample")):
+        call()
+    group.barrier()
+    with group.calls.record(Call("sample")):
+        began = perf_counter()
+        for _ in range(repeats):
+            call()
+        return (perf_counter() - began) / repeats
+
+
+def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
+    """The rows as a table on stdout, and how many of them keep the limits."""
+    gloo = any(row.gloo is not None for row in rows)
+    names = ["operation", "size", "time", "bandwidth", "mpi4py", "bandwidth", "ratio", "more"]
+    lines = [[*names, *(["gloo", "ratio"] if gloo else []), ""]]
+    previous = ""
+    for row in rows:
+        if previous not in {"", row.operation}:
+            lines.append([""] * len(lines[0]))
+        cells = [
+            row.operation if row.operation != previous else "",
+            format_bytes(row.bytes, binary=True),
+            _microseconds(row.hpctrain),
+            _bandwidth(row.bytes, row.hpctrain),
+            _microseconds(row.mpi4py),
+            _bandwidth(row.bytes, row.mpi4py),
+            f"{row.ratio:.2f}",
+            _microseconds(row.hpctrain - row.mpi4py),
+        ]
+        if gloo:
+            other = row.gloo
+            cells += ["-", "-"] if other is None else [_microseconds(other), f"{row.hpctrain / other:.2f}"]
+        lines.append([*cells, "" if row.good else "over"])
+        previous = row.operation
+    console = stdout_console()
+    console.print(f"Collectives of fp32 tensors on {ranks} ranks, median times")
+    console.print("\n".join(table(lines)))
+    console.print(f"Within the limits: {sum(row.good for row in rows)} of {len(rows)} ({_limits(rows)}).")
+
+
+def _limits(rows: Sequence[CollectiveRow]) -> str:
+    """Those of `good` in words."""
+    small, huge = (format_bytes(size, binary=True) for size in (LARGE_BYTES, HUGE_BYTES))
+    limits = [
+        f"{LARGE_RATIO:.2f} times the time of mpi4py from {small}, {SMALL_SECONDS * 1e6:.0f} us more below"
+    ]
+    if any(row.shared for row in rows):
+        limits.append(f"through shared memory up to {small}, the time of mpi4py")
+        for name, (over_mpi4py, over_gloo) in SPEEDS.items():
+            gloo = f" and {1 / over_gloo:.2f} times that of gloo" if over_gloo else ""
+            limits.append(f"{name} from {huge}, {1 / over_mpi4py:.2f} times the time of mpi4py{gloo}")
+    return "; ".join(limits)
+
+
+def write_rows(rows: Sequence[CollectiveRow], ranks: int, path: Path) -> None:
+    """The rows as JSON: ranks, and one object each with seconds."""
+    write_json(path, {"ranks": ranks, "rows": [asdict(row) for row in rows]})
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f} us" if abs(seconds) < 0.01 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _bandwidth(count: int, seconds: float) -> str:
+    return f"{count / seconds / 1e9:.2f} GB/s"

@@ -1,0 +1,117 @@
+"""`hpctrain bench offload`: the update of optimizer state in files beside what disk and processor allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hpctrain.bench.measurement import seconds_of, with_vocabulary, write_json
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.built_engine import Engine
+from hpctrain.engine.choices.offload_allocators import offload_folder, open_scratch
+from hpctrain.engine.layout.run_mesh import make_mesh
+from hpctrain.memory.scratch import THREADS, ScratchFile, Transfer
+from hpctrain.plan.engine import build_within_memory
+from hpctrain.units import format_bytes, format_seconds
+
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class OffloadFigures:
+    """Medians over the rounds, of the slowest rank. `bytes_moved`: read and written by a rank in an update.
+
+    `disk_seconds`: to read and write as many bytes, by themselves. `compute_seconds`: the same update with
+    its state in memory. `share`: their sum, in which nothing overlaps, over `update_seconds`.
+    """
+
+    bytes_moved: int
+    disk_seconds: float
+    compute_seconds: float
+    update_seconds: float
+    share: float
+
+    def lines(self) -> list[str]:
+        """For people."""
+        rate = format_bytes(self.bytes_moved / self.disk_seconds)
+        return [
+            f"optimizer state moved per rank  {format_bytes(self.bytes_moved)}",
+            f"disk alone, {THREADS} threads           {format_seconds(self.disk_seconds)} ({rate}/s)",
+            f"update alone, state in memory   {format_seconds(self.compute_seconds)}",
+            f"sum of both                     {format_seconds(self.disk_seconds + self.compute_seconds)}",
+            f"update, state in files          {format_seconds(self.update_seconds)}",
+            f"sum / update, state in files    {self.share:.0%} (above 100%: disk and update overlap)",
+        ]
+
+
+def bench_offload(
+    world: World, path: Path, overrides: Sequence[str], rounds: int, output: Path | None
+) -> None:
+    """Time updates of a deck's optimizer with its state in files, and what bounds them, in turns.
+
+    The files lie where a run's would, or in the nearest folder that is there, so that nothing stays behind.
+    """
+    with world.agreement():
+        deck = read_deck(path, overrides, read_source=settled_keys)
+    folder = offload_folder(deck).absolute()
+    there = next(above for above in (*folder.parents, folder) if above.exists())
+    deck = deck.with_keys(memory={"offload_dir": str(there / folder.name)})
+    torch.set_num_threads(deck.run.threads)
+    world.use_device(deck.run.device, deck.machine.deterministic)
+    files, memory = (_engine(deck, world, device) for device in ("disk", "device"))
+    (state_files,) = files.scratch
+    size = sum(file.stat().st_size for file in state_files.folder.glob("optimizer-*"))
+    scratch = open_scratch(deck, world, size)
+    with world.agreement():
+        file = scratch.file("measured", size)
+    buffers = [torch.zeros(min(CHUNK_BYTES, size), dtype=torch.uint8) for _ in range(THREADS)]
+    turns: list[tuple[Callable[[], None], list[float]]] = [
+        (lambda: _move(file, buffers), []),
+        (lambda: memory.stage.optimizer.step(1e-6, 1.0), []),
+        (lambda: files.stage.optimizer.step(1e-6, 1.0), []),
+    ]
+    for number in range(rounds + 1):
+        for run, seconds in turns:
+            spent = seconds_of(world, run)
+            if number:  # the first round fills caches
+                seconds.append(spent)
+    disk, compute, update = (median(seconds) for _, seconds in turns)
+    shares = [(a + b) / c for a, b, c in zip(*(seconds for _, seconds in turns), strict=True)]
+    figures = OffloadFigures(2 * size, disk, compute, update, median(shares))
+    scratch.close()
+    files.close()
+    with world.agreement():
+        if world.rank == 0:
+            print("\n".join(figures.lines()), flush=True)
+            if output is not None:
+                write_json(output, asdict(figures))
+
+
+def _engine(deck: Deck, world: World, device: str) -> Engine:
+    """An engine whose gradients are random and whose optimizer state lives on `device`."""
+    deck = with_vocabulary(deck).with_keys(memory={"optimizer": device, "parameters": "device"})
+    engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
+    for bucket in engine.stage.buckets:
+        bucket.owned_gradients.normal_(std=1e-3)
+    return engine
+
+
+def _move(file: ScratchFile, buffers: Sequence[torch.Tensor]) -> None:
+    """Read the whole file, then write it, as many chunks at a time as there are buffers."""
+    chunk = buffers[0].numel()
+    for start in (file.start_read, file.start_write):
+        transfers: list[Transfer] = []
+        for number, first in enumerate(range(0, file.size, chunk)):
+            if number >= len(buffers):
+                transfers[number - len(buffers)].result()
+            part = buffers[number % len(buffers)][: file.size - first]
+            transfers.append(start(first, part))
+        for transfer in transfers:
+            transfer.result()

@@ -1,0 +1,1 @@
+"""Programs that the benchmarks are compared with."""

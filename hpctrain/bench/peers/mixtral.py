@@ -1,0 +1,106 @@
+"""transformers' Mixtral of a deck's sizes, as a peer: its experts in a loop, or as grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hpctrain.bench.peers.torch_model import loss_of
+from hpctrain.bench.peers.torch_training import PeerRank, PeerStep, TorchTraining
+from hpctrain.deck.families import CHOICES, FAMILIES
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+
+MIXTRAL_RIVALS = {"transformers-eager": "eager", "transformers-grouped": "grouped_mm"}
+"""How each computes its experts, as transformers calls it."""
+
+EXPERT_KEYS: dict[str, object] = {
+    "router": "softmax",
+    "router_normalize": True,
+    "router_scale": 1.0,
+    "shared": 0,
+    "every": 1,
+    "dense_first": 0,
+    "capacity": None,
+}
+"""Keys of [model.experts] with the values that Mixtral has."""
+
+DIFFERENT: dict[str, object] = {
+    "dropout": 0.0,
+    "rope_scaling": None,
+    "attention_scale": None,
+    "embedding_multiplier": 1.0,
+    **{name: getattr(FAMILIES["llama"].defaults, name) for name in CHOICES if name != "activation"},
+}
+"""What Mixtral has, where a shape may have something else."""
+
+
+def mixtral(shape: ModelShape, experts: str) -> Any:
+    """MixtralForCausalLM of these sizes in fp32; HpctrainError where it has no such model."""
+    import transformers
+
+    table = shape.experts
+    if table is None:
+        raise HpctrainError("--against transformers: requires a mixture of experts (model.experts)")
+    for owner, values, place in ((table, EXPERT_KEYS, "model.experts"), (shape, DIFFERENT, "model")):
+        for key, value in values.items():
+            if getattr(owner, key) != value:
+                told = f"{getattr(owner, key)!r}: must be {value!r}, as in Mixtral"
+                raise HpctrainError(f"--against transformers: {place}.{key} = {told}")
+    base = {"rope_theta": shape.rope_base}
+    rotary: dict[str, Any] = {**base, "rope_parameters": {**base, "rope_type": "default"}}  # of two versions
+    config = transformers.MixtralConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=table.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=shape.sequence,
+        rms_norm_eps=shape.norm_epsilon,
+        **rotary,
+        num_local_experts=table.count,
+        num_experts_per_tok=table.per_token,
+        tie_word_embeddings=shape.tied,
+        output_router_logits=bool(table.balance_loss),
+        # Its shares of the experts add up to the experts of a token, ours to one; it averages layers, we add.
+        router_aux_loss_coef=table.balance_loss * shape.layers / table.per_token,
+        use_cache=False,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    config._experts_implementation = experts
+    return transformers.MixtralForCausalLM(config)
+
+
+def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+    """One optimizer step of the deck's global batch by transformers' Mixtral and torch's AdamW, on one rank.
+
+    Its weights begin as transformers has them. Clipping, and weights in fp32 where products are in another
+    format, are left out, to its advantage.
+    """
+    training = TorchTraining(deck)
+    torch.manual_seed(deck.run.seed)
+    model = mixtral(training.shape, MIXTRAL_RIVALS[name]).to(training.storage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def step() -> float:
+        total = torch.zeros(())
+        for micro in training.micro_batches():
+            output = model(micro.tokens)
+            loss = loss_of(output.logits, micro.targets) / training.count
+            total += loss.detach()
+            if model.config.output_router_logits:
+                # Without labels transformers computes the balance loss, but adds it to nothing.
+                loss = loss + model.router_aux_loss_coef * output.aux_loss / training.count
+            loss.backward()
+        training.steps += 1
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(total)
+
+    return step

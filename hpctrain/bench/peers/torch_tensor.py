@@ -1,0 +1,77 @@
+"""The same model trained by torch's own tensor parallelism over gloo, to be measured against.
+
+The parallel plan is that of torch's tensor-parallel tutorial for Llama, with and without sequence
+parallelism; the embedding is split by rows, the head by columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hpctrain.bench.peers.torch_model import TorchModel
+from hpctrain.bench.peers.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate
+from hpctrain.data.batches import MicroBatch
+from hpctrain.deck.activations import ACTIVATIONS
+from hpctrain.deck.schema import Deck
+
+
+def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+    """One optimizer step of the deck's global batch by "torch-tensor" or "torch-sequence", over gloo."""
+    training = TorchTraining(deck)
+    model = training.filled(TorchModel(training.shape))
+    parallelize(model, name == "torch-sequence", init_device_mesh("cpu", (place.size,)))
+    if training.shape.tied and model.head is not None and model.embedding is not None:
+        model.head.weight = model.embedding.weight
+    update = TorchUpdate(training, [model], stored=True)
+
+    def backward(micro: MicroBatch, _: bool) -> Tensor:
+        loss = training.part_of_loss(model, micro)
+        loss.backward()
+        return loss
+
+    return training.step(backward, update)
+
+
+def parallelize(model: TorchModel, local: bool, mesh: DeviceMesh) -> None:
+    """`local` is whether each rank has its part of the sequence between the split layers."""
+    between = Shard(1) if local else Replicate()
+    outer = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+    }
+    if local:
+        outer["final_norm"] = SequenceParallel()
+    if model.positions is not None and local:
+        # Learned positions are added to the split sequence, as a split sequence themselves.
+        outer["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    parallelize_module(model, mesh, outer)
+    inner = {
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=between),
+        "feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(output_layouts=between),
+    }
+    if local:
+        inner |= {"attention_norm": SequenceParallel(), "feed_forward_norm": SequenceParallel()}
+    if not ACTIVATIONS[model.shape.activation].gated:
+        del inner["feed_forward.gate"]
+    for block in model.blocks:
+        parallelize_module(block, mesh, inner)

@@ -1,0 +1,186 @@
+"""`hpctrain bench plan`: the seconds of steps as planned on this machine, beside those that they take.
+
+Decks of one model are built together and take turns; what one is off says how good the plan is, the regret
+how much slower the deck is that it would choose than the best.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, median
+
+import torch
+
+from hpctrain.bench.measurement import write_json
+from hpctrain.bench.training_speed import own_variant
+from hpctrain.bench.variant_timing import VariantTimes, take_turns
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.layout.run_mesh import make_mesh
+from hpctrain.errors import HpctrainError
+from hpctrain.host.processor import processor_name
+from hpctrain.plan.calibrate.calibrate import CalibrateOptions, measure_machine
+from hpctrain.plan.calibrate.decks import LARGER, SMALL, measured_decks, of_sizes
+from hpctrain.plan.time.machine_rates import MachineRates, read_machine
+from hpctrain.plan.time.step import plan_step
+from hpctrain.report.terminal import stderr_console, stdout_console
+from hpctrain.text import either, table
+from hpctrain.units import format_seconds
+
+RANKS = 2
+
+_PIPELINE = ("layout.pipeline=2", "batch.micro_size=1")
+_BF16 = "precision.compute=bf16"
+DECKS: Mapping[str, tuple[str, ...]] = {
+    "17m-fp32-data": (),
+    "17m-fp32-accumulation": ("batch.micro_size=1",),
+    "17m-fp32-tensor": ("layout.tensor=2",),
+    "17m-fp32-context": ("layout.context=2",),
+    "17m-fp32-1f1b": _PIPELINE,
+    "17m-fp32-interleaved": (*_PIPELINE, "layout.schedule=interleaved", "layout.chunks=2"),
+    "17m-fp32-zb-v": (*_PIPELINE, "layout.schedule=zb-v"),
+    "17m-bf16-data": (_BF16,),
+    "17m-bf16-recompute": (_BF16, "memory.recompute=full"),
+    "124m-fp32-data": (),
+    "124m-fp32-zero-3": ("layout.zero=3",),
+    "124m-bf16-tensor": (_BF16, "layout.tensor=2"),
+}
+"""The decks, by model, format and what of their layout is not data ranks alone."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """Seconds of a deck's step: planned, by cause, and measured, with the quickest and the slowest."""
+
+    name: str
+    planned: float
+    causes: Mapping[str, float]
+    measured: float
+    lowest: float
+    highest: float
+    phases: Mapping[str, float]
+
+    @property
+    def off(self) -> float:
+        """How far the plan is off, as a share of what was measured."""
+        return self.planned / self.measured - 1
+
+    @property
+    def group(self) -> str:
+        """What decks have in common that train the same model on the same batch in the same format."""
+        return "-".join(self.name.split("-")[:2])
+
+
+def deck_named(name: str) -> Deck:
+    """One of DECKS."""
+    small = name.startswith("17m")
+    sizes = (SMALL, 4, 256) if small else (LARGER, 1, 512)
+    return of_sizes(*sizes, f"batch.global_size={8 if small else 2}", *DECKS[name])
+
+
+def bench_plan(
+    world: World, machine: str | None, only: Sequence[str], steps: int, rounds: int, output: Path | None
+) -> int:
+    """Calibrate, unless a file is given, plan and measure; the exit code. Collective."""
+    with world.agreement():
+        unknown = [name for name in only if name not in DECKS]
+        if unknown:
+            raise HpctrainError(f"--only {', '.join(unknown)}: must be {either(DECKS)}")
+        if world.size != RANKS:
+            raise HpctrainError(
+                f"bench plan: requires {RANKS} ranks (mpirun -n {RANKS} hpctrain bench plan ...)"
+            )
+        given = None if machine is None else read_machine(machine)
+    torch.set_num_threads(1)
+    rates = given or _calibrated(world)
+    names = [name for name in DECKS if name in only or not only]
+    rows: list[PlannedStep] = []
+    for _, some in groupby(names, lambda name: name.split("-")[0]):
+        rows += _steps(world, list(some), rates, steps, rounds)
+        gc.collect()
+    if world.rank == 0:
+        stdout_console().print("\n".join(figure_lines(rows, rates)), markup=False)
+        if output is not None:
+            write_json(output, figures(rows, rates))
+    return 0
+
+
+def _calibrated(world: World) -> MachineRates:
+    wish = CalibrateOptions()
+
+    def report(text: str) -> None:
+        if world.rank == 0:
+            stderr_console().print(text, markup=False)
+
+    decks, most = measured_decks(()), wish.most_bytes()
+    return measure_machine(world, "here", decks, wish.format_names(), most, wish.seconds, report)
+
+
+def _steps(world: World, names: list[str], rates: MachineRates, steps: int, rounds: int) -> list[PlannedStep]:
+    """Of decks that are there together. Collective."""
+    decks = {name: deck_named(name) for name in names}
+    variants = [
+        replace(own_variant(name, deck, world, make_mesh(deck, world)), probe=None)
+        for name, deck in decks.items()
+    ]
+    measured = take_turns(world, variants, steps, rounds)
+    return [_planned(row, decks[row.variant.name], rates) for row in measured]
+
+
+def _planned(row: VariantTimes, deck: Deck, rates: MachineRates) -> PlannedStep:
+    step = plan_step(rates.of_deck(deck), RANKS, deck.model.vocabulary or 0, rates)
+    seconds = row.seconds
+    return PlannedStep(
+        row.variant.name,
+        step.seconds,
+        dict(step.seconds_by_cause),
+        median(seconds),
+        min(seconds),
+        max(seconds),
+        dict(row.phases),
+    )
+
+
+def regrets(rows: Sequence[PlannedStep]) -> dict[str, float]:
+    """By group how much slower the deck is that the plan takes for the best than the best, as a share."""
+    groups: dict[str, list[PlannedStep]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return {
+        name: min(group, key=lambda row: row.planned).measured / min(row.measured for row in group) - 1
+        for name, group in groups.items()
+        if len(group) > 1
+    }
+
+
+def figures(rows: Sequence[PlannedStep], rates: MachineRates) -> dict[str, object]:
+    """For programs."""
+    off = [abs(row.off) for row in rows]
+    return {
+        "processor": processor_name(),
+        "machine": rates.model_dump(exclude_defaults=True),
+        "rows": [asdict(row) | {"off": row.off} for row in rows],
+        "mean_off": fmean(off),
+        "largest_off": max(off),
+        "regret": regrets(rows),
+    }
+
+
+def figure_lines(rows: Sequence[PlannedStep], rates: MachineRates) -> list[str]:
+    """For people."""
+    lines = [["deck", "predicted", "measured", "lowest", "highest", "deviation"]]
+    for row in rows:
+        seconds = (row.planned, row.measured, row.lowest, row.highest)
+        lines.append([row.name, *map(format_seconds, seconds), f"{100 * row.off:+.1f}%"])
+    off = [abs(row.off) for row in rows]
+    of_groups = ", ".join(f"{name} {100 * regret:.1f}%" for name, regret in regrets(rows).items())
+    return [
+        f"Step time on {RANKS} ranks of {processor_name()}, predicted from the rates of {rates.name}",
+        *table(lines),
+        f"Mean absolute deviation {100 * fmean(off):.1f}%, largest {100 * max(off):.1f}%",
+        *([f"Extra time of the deck that is predicted to be the fastest: {of_groups}"] if of_groups else []),
+    ]
