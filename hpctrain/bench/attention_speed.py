@@ -25,7 +25,7 @@ from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.operations import AttentionSize
-from hpctrain.plan.calibrate.decks import SMALL, of_sizes
+from hpctrain.plan.calibrate.calibration_decks import SMALL, of_sizes
 from hpctrain.plan.memory_demand import require_memory
 from hpctrain.text import counted, table
 from hpctrain.units import format_seconds

@@ -33,7 +33,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.backward.autograd import BackwardStart
 from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.tensor import SplitLinear
-from hpctrain.plan.calibrate.decks import SMALL, of_sizes
+from hpctrain.plan.calibrate.calibration_decks import SMALL, of_sizes
 from hpctrain.sharding.replication import Replications
 from hpctrain.text import either, table
 from hpctrain.units import format_count, format_seconds

@@ -23,7 +23,7 @@ from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.choices import other_forms
+from hpctrain.plan.form_alternatives import other_forms
 from hpctrain.report.terminal import stdout_console
 from hpctrain.text import either, table
 from hpctrain.train.hook import Hook, StepDone

@@ -23,10 +23,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host.processor import processor_name
-from hpctrain.plan.calibrate.calibrate import CalibrateOptions, measure_machine
-from hpctrain.plan.calibrate.decks import LARGER, SMALL, measured_decks, of_sizes
+from hpctrain.plan.calibrate.calibration import CalibrateOptions, measure_machine
+from hpctrain.plan.calibrate.calibration_decks import LARGER, SMALL, measured_decks, of_sizes
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine
-from hpctrain.plan.time.step import plan_step
+from hpctrain.plan.time.step_plan import plan_step
 from hpctrain.report.terminal import stderr_console, stdout_console
 from hpctrain.text import either, table
 from hpctrain.units import format_seconds

@@ -62,6 +62,6 @@ def command(path: Path, device: str, **wish: Any) -> None:
     computation hides.
     """
     from hpctrain.comm.verb import run_verb
-    from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate
+    from hpctrain.plan.calibrate.calibration import CalibrateOptions, calibrate
 
     run_verb(lambda world: calibrate(world, path, CalibrateOptions(**wish)), device)

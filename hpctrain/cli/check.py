@@ -46,8 +46,8 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None, communica
     """
     if communication:
         from hpctrain.host.launcher import launched_rank, launched_size
-        from hpctrain.plan.deck import plan_deck
-        from hpctrain.plan.options import required_ranks
+        from hpctrain.plan.deck_plan import plan_deck
+        from hpctrain.plan.option_conflicts import required_ranks
         from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
 
         if ranks is None and launched_size(os.environ) > 1:

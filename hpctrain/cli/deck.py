@@ -64,7 +64,7 @@ def command(
     from hpctrain.deck.reference import reference_text
     from hpctrain.deck.toml_text import deck_text
     from hpctrain.host.launcher import launched_rank, launched_size
-    from hpctrain.plan.named import named_problems
+    from hpctrain.plan.deck_references import named_problems
 
     size = launched_size(os.environ)
     if ranks is None and size > 1:
@@ -91,7 +91,7 @@ def command(
     else:
         resolved = read_deck(deck, overrides, ranks, _SourceReader(), partial(named_problems, code=True))
         if resolved.layout.auto and ranks is not None:
-            from hpctrain.plan.search.deck import laid_out
+            from hpctrain.plan.search.deck_search import laid_out
 
             resolved = laid_out(resolved, ranks)
         text = deck_text(resolved, ranks)

@@ -118,15 +118,15 @@ def command(
     memory must suffice. The exit code is 70 if messages do not match. With run.device = "cuda", the rules are
     those of NCCL: messages have no tags, and each communicator runs its calls in order on a stream.
     """
-    from hpctrain.plan.deck import plan_deck
+    from hpctrain.plan.deck_plan import plan_deck
     from hpctrain.plan.forms import wished_link
-    from hpctrain.plan.options import require_fitting, required_ranks
+    from hpctrain.plan.option_conflicts import require_fitting, required_ranks
+    from hpctrain.plan.plan_text import plan_text
     from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
-    from hpctrain.plan.search.deck import SearchOptions
-    from hpctrain.plan.search.options import searched
-    from hpctrain.plan.sweep_options import swept
+    from hpctrain.plan.search.deck_search import SearchOptions
+    from hpctrain.plan.search.search_output import searched
+    from hpctrain.plan.sweep_output import swept
     from hpctrain.plan.time.machine_rates import read_machine
-    from hpctrain.plan.words import plan_text
     from hpctrain.report.terminal import stderr_console
 
     require_fitting(written_options(click.get_current_context()))

@@ -19,10 +19,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import GPU_KINDS
 from hpctrain.job.job_options import JobOptions, Launcher
 from hpctrain.job.option_problems import option_problems
-from hpctrain.plan.deck import plan_deck
-from hpctrain.plan.named import named_problems
+from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.deck_references import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
-from hpctrain.plan.search.deck import laid_out
+from hpctrain.plan.search.deck_search import laid_out
 from hpctrain.text import command, counted
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
 

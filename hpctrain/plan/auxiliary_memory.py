@@ -41,7 +41,7 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.construction import architecture_of
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES
-from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
+from hpctrain.plan.memory_plan import MemoryPlan, StageMemory, plan_memory
 from hpctrain.plan.step_on_meta import rehearse_forward
 
 REWARD_MODELS = "reward model"

@@ -19,10 +19,10 @@ from hpctrain.host.device import on_host
 from hpctrain.model.construction import architecture_of
 from hpctrain.plan.auxiliary_memory import plan_run_memory
 from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.memory_demand import MemoryDemand, require_memory
+from hpctrain.plan.memory_plan import MemoryPlan
+from hpctrain.plan.plan_text import largest_kinds
 from hpctrain.plan.savings import LEAST_SAVING, MemorySaving, find_savings
-from hpctrain.plan.words import largest_kinds
 from hpctrain.text import either
 from hpctrain.units import format_bytes
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.server import server_ranks
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.links import LinkedStep, break_even, linked_step, measured_step
-from hpctrain.plan.served import plan_served_traffic
-from hpctrain.plan.traffic import TrafficPlan, plan_traffic
+from hpctrain.plan.server_plan import plan_served_traffic
+from hpctrain.plan.slow_link import LinkedStep, break_even, linked_step, measured_step
+from hpctrain.plan.traffic_plan import TrafficPlan, plan_traffic
 from hpctrain.units import Link, UnitError, parse_link, parse_seconds
 
 

@@ -17,9 +17,9 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.auxiliary_memory import plan_run_memory
 from hpctrain.plan.gpu_overhead import SEARCH_RESERVE
 from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.memory_demand import MemoryDemand, process_limits
-from hpctrain.plan.served import plan_served
+from hpctrain.plan.memory_plan import MemoryPlan
+from hpctrain.plan.server_plan import plan_served
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import inf
 
 from hpctrain.deck.schema import Deck, fields
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.memory_plan import MemoryPlan
 
 LEAST_SAVING = 0.02  # of a rank's total; changes that save less are not told
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.search.deck import chosen_layout, with_choice
-from hpctrain.plan.search.phrases import changed, choice
+from hpctrain.plan.search.deck_search import chosen_layout, with_choice
+from hpctrain.plan.search.layout_sentences import changed, choice
 from hpctrain.plan.search.search_space import Values
 
 

@@ -23,8 +23,8 @@ from hpctrain.host.device import on_host
 from hpctrain.host.device_memory import fragmented_bytes, runtime_bytes
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.part import converted_bytes
-from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.words import comparison_table
+from hpctrain.plan.memory_plan import MemoryPlan
+from hpctrain.plan.plan_text import comparison_table
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook

@@ -30,9 +30,9 @@ from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.model_placement import place_models
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.plan.divided import build_seat_within_memory
-from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.served import build_role_within_memory
+from hpctrain.plan.memory_plan import MemoryPlan
+from hpctrain.plan.partitioned_engine import build_seat_within_memory
+from hpctrain.plan.server_plan import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import command
 from hpctrain.train.checkpoints import Checkpoints

@@ -13,11 +13,11 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
+from hpctrain.plan.time.deck_rates import deck_rates
 from hpctrain.plan.time.machine_rates import MachineRates
-from hpctrain.plan.time.measured import MeasuredStep, StepRecord, mean, middle, told_apart
-from hpctrain.plan.time.rates import deck_rates
-from hpctrain.plan.time.step import StepPlan, plan_step
-from hpctrain.plan.time.words import comparison_lines
+from hpctrain.plan.time.measured_step import MeasuredStep, StepRecord, mean, middle, told_apart
+from hpctrain.plan.time.step_plan import StepPlan, plan_step
+from hpctrain.plan.time.time_text import comparison_lines
 from hpctrain.report.trace import gather_steps
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone

@@ -19,7 +19,7 @@ from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
 from hpctrain.parallel.fp8.multiply import native_products
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.plan.words import active_words
+from hpctrain.plan.plan_text import active_words
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.sharding.eight_bit_gather import EightBitBucket
 from hpctrain.sharding.local_steps.fragments import FragmentSchedule

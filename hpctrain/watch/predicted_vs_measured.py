@@ -64,7 +64,7 @@ def _json(path: Path, problems: list[str]) -> Any:
 
 def _memory(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
     """Yield the memory of a rank of each stage, by kind."""
-    from hpctrain.plan.words import KINDS
+    from hpctrain.plan.plan_text import KINDS
 
     predicted = _dicts(_dict(plan.get("predicted")).get("stages"))
     measured = _dicts(plan.get("measured"))
@@ -87,8 +87,8 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
 
 def _seconds(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
     """Yield the seconds of a step, by cause if causes were measured."""
-    from hpctrain.plan.time.measured import side_by_side
-    from hpctrain.plan.time.words import WHAT, WHAT_TOGETHER
+    from hpctrain.plan.time.measured_step import side_by_side
+    from hpctrain.plan.time.time_text import WHAT, WHAT_TOGETHER
 
     time = _dict(plan.get("time"))
     predicted, measured = _dict(time.get("predicted")), _dict(time.get("measured"))
@@ -156,7 +156,7 @@ def _planned(folder: Path, tables: Mapping[str, Any], ranks: int) -> dict[str, f
         return {}
     from hpctrain.deck.code import CodeTrust
     from hpctrain.deck.read import read_stored_deck
-    from hpctrain.plan.traffic import plan_traffic
+    from hpctrain.plan.traffic_plan import plan_traffic
 
     try:
         deck = read_stored_deck(folder / DECK_FILE, CodeTrust())

@@ -1,4 +1,7 @@
-"""The benchmark of forms of communication, on what they train, its table; tests of plan/choices.py too."""
+"""The benchmark of forms of communication, on what they train, its table.
+
+Tests of plan/form_alternatives.py too.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from hpctrain.bench.communication_forms import FormFigures, bench_communication,
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.choices import other_forms
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.form_alternatives import other_forms
+from hpctrain.plan.traffic_plan import plan_traffic
 from tests.bench.prepared import prepared
 from tests.engines import DECK, small_deck
 

@@ -27,7 +27,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.time.machine_rates import parse_machine
-from hpctrain.plan.time.step import plan_step
+from hpctrain.plan.time.step_plan import plan_step
 from tests.engines import small_deck
 from tests.plan.time.test_machine_rates import FILE
 

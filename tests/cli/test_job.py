@@ -70,7 +70,7 @@ def test_a_range_of_nodes_asks_for_cores_and_not_for_tasks(deck: Path) -> None:
 
 
 def test_memory_is_what_the_plan_predicts_and_a_quarter(deck: Path) -> None:
-    from hpctrain.plan.deck import plan_deck
+    from hpctrain.plan.deck_plan import plan_deck
 
     result = job(deck, "--ranks-per-node", 2)
     (line,) = [line for line in result.stdout.splitlines() if "--mem=" in line]

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from hpctrain.plan.deck import plan_deck
+from hpctrain.plan.deck_plan import plan_deck
 from hpctrain.plan.forms import LinkWish
-from hpctrain.plan.links import WARMING
+from hpctrain.plan.slow_link import WARMING
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.text import table
 from hpctrain.units import format_bytes, format_count, format_seconds, parse_link

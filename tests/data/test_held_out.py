@@ -16,7 +16,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.rows import place_and_message
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.named import named_problems
+from hpctrain.plan.deck_references import named_problems
 from tests.deck.small_text import SMALL
 
 TEXT = "a text of ninety bytes, or nearly so many of them; none that matters to anybody at all: the end."

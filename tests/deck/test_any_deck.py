@@ -12,7 +12,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from tests.deck.any_deck import RIGHT, arguments, decks, raw
 
 SMALL = "\n".join(

@@ -14,7 +14,7 @@ from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
-from hpctrain.plan.named import named_problems
+from hpctrain.plan.deck_references import named_problems
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, small_deck, trainer

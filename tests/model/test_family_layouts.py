@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.kernels.normalization import normalize
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.miniature import miniature, with_fp8_products
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, small_deck, trainer

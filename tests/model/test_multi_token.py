@@ -23,16 +23,16 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.time.arrangement import LayoutSizes
-from hpctrain.plan.time.layers import layer_seconds, layer_sizes
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.time.layer_seconds import layer_seconds, layer_sizes
+from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import parse_machine
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.miniature import miniature, with_fp8_products
 from hpctrain.train.step import StepResult
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
-from tests.plan.test_memory import held
+from tests.plan.test_memory_plan import held
 from tests.plan.time.test_machine_rates import FILE
 
 MODULES = (*LLAMA, "model.mtp_layers=2", "objective.mtp_weight=0.4")

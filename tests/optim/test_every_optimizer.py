@@ -25,7 +25,7 @@ from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import AveragedRule
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.miniature import miniature

@@ -40,7 +40,7 @@ STEPS = """
 import sys
 from hpctrain.comm.world import World
 from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from tests.engines import small_deck, trainer
 
 world = World.start("cpu")

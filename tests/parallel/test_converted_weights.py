@@ -13,7 +13,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.part import converted_bytes, matmuls_of
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 THROUGH = ("precision.compute=bf16", "machine.products=fp32")

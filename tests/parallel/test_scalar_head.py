@@ -12,15 +12,15 @@ from hpctrain.model.construction import bare_model
 from hpctrain.model.count import count
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.traffic_plan import plan_traffic
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 from tests.plan.rehearse.test_rank_step import listening, of_each, planned, with_waits
-from tests.plan.test_memory import held
-from tests.plan.test_traffic import sent
+from tests.plan.test_memory_plan import held
+from tests.plan.test_traffic_plan import sent
 
 VOCABULARY = 61
 KEYS = ("objective.kind=reward", "data.validation=0", "run.evaluate_sequences=2")

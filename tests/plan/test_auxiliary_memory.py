@@ -18,10 +18,10 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import engine as plan_engine
 from hpctrain.plan.auxiliary_memory import plan_run_memory
-from hpctrain.plan.deck import plan_deck
+from hpctrain.plan.deck_plan import plan_deck
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.words import plan_text
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.plan_text import plan_text
 from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import run_deck

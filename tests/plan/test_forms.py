@@ -1,4 +1,7 @@
-"""What a deck's communication is worth, as the verb tells it; tests of plan/deck.py and plan/cost.py too."""
+"""What a deck's communication is worth, as the verb tells it.
+
+Tests of plan/deck_plan.py and plan/form_cost.py too.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.plan import command
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
-from hpctrain.plan.cost import form_seconds
+from hpctrain.plan.form_cost import form_seconds
 from hpctrain.plan.forms import exact_form
-from hpctrain.plan.links import linked_step
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.slow_link import linked_step
+from hpctrain.plan.traffic_plan import plan_traffic
 from hpctrain.units import Link
 from tests.engines import DECK, small_deck
 

@@ -17,10 +17,10 @@ from hpctrain.comm.world import World
 from hpctrain.costs.memory_account import OF_GPU, MemoryAccount
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES, communicator_bytes
-from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.memory_demand import MemoryDemand
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.plan_text import memory_table
 from hpctrain.plan.search.search import _fits
-from hpctrain.plan.words import memory_table
 from hpctrain.train import gpu_memory
 from hpctrain.train.gpu_memory import warn_of_missing_memory
 from hpctrain.units import format_bytes

@@ -1,6 +1,6 @@
 """Plans of mixtures of experts: memory and exchanges are those of runs whose experts' loads are even.
 
-Tests of plan/words.py and costs/layer_bytes/mixture_bytes.py, too.
+Tests of plan/plan_text.py and costs/layer_bytes/mixture_bytes.py, too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hpctrain.model.count import count
 from hpctrain.model.mixtures.router import Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.dispatch import Dispatch
-from hpctrain.plan.deck import plan_deck
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.words import plan_text
+from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.plan_text import plan_text
 from tests.engines import LLAMA, small_deck, trainer
-from tests.plan.test_memory import held
+from tests.plan.test_memory_plan import held
 
 VOCABULARY = 61
 MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=40")

@@ -1,7 +1,7 @@
 """Runs whose models have ranks of their own: the same run, which goes on divided otherwise.
 
-Tests of engine/layout/model_placement.py, plan/divided.py and deck/sections/rank_partition.py by whole runs;
-`tests/post/test_plain_policy.py` compares what such ranks compute with plain torch.
+Tests of engine/layout/model_placement.py, plan/partitioned_engine.py and deck/sections/rank_partition.py by
+whole runs; `tests/post/test_plain_policy.py` compares what such ranks compute with plain torch.
 """
 
 from __future__ import annotations

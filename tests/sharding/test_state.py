@@ -30,7 +30,7 @@ from hpctrain.model.construction import build_model
 from hpctrain.parallel.fp8 import matmul_choice
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import ModuleState, StateTensor, state_of_ranks

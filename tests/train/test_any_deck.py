@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.named import named_problems
+from hpctrain.plan.deck_references import named_problems
 from hpctrain.train.run import run_deck
 from tests.deck.small_deck import small_decks
 

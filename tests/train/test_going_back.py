@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.fault_checks.spikes import recorded_spikes
-from hpctrain.plan.memory import rollback_copy_bytes
+from hpctrain.plan.memory_plan import rollback_copy_bytes
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.compared_run import load_run
 from hpctrain.train.replay import replay

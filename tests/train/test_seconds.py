@@ -15,9 +15,9 @@ from hpctrain.comm.timeline import PHASES, SCHEDULE
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import EXIT_USER, HpctrainError
-from hpctrain.plan.time.measured import TOGETHER
-from hpctrain.plan.time.rates import deck_rates
-from hpctrain.plan.time.step import plan_step
+from hpctrain.plan.time.deck_rates import deck_rates
+from hpctrain.plan.time.measured_step import TOGETHER
+from hpctrain.plan.time.step_plan import plan_step
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.seconds import KEPT

@@ -25,7 +25,7 @@ from hpctrain.engine.build import build_engine
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.plan.deck import plan_deck
+from hpctrain.plan.deck_plan import plan_deck
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source

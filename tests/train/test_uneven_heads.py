@@ -18,7 +18,7 @@ from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 from tests.generate.test_text_model import GREEDY, make_checkpoint, texts
-from tests.plan.test_memory import expect_activations
+from tests.plan.test_memory_plan import expect_activations
 from tests.train.test_any_layout import tensors
 
 TENSOR = ("layout.tensor=2",)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.host.device import on_host
 from hpctrain.pipeline.action import Action
-from hpctrain.plan.activations import activation_peak
-from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.activation_memory import activation_peak
 from hpctrain.plan.memory_demand import MemoryDemand
+from hpctrain.plan.memory_plan import MemoryPlan
+from hpctrain.plan.plan_text import KINDS
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
-from hpctrain.plan.words import KINDS
 from hpctrain.units import format_bytes
 
 

@@ -34,7 +34,7 @@ from hpctrain.plan.rehearse.meta_op_cache import MetaOpCache
 from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.rank_signature import SignatureSearch, folds_of
 from hpctrain.plan.rehearse.rank_step import RankStep
-from hpctrain.plan.traffic import plain, steady
+from hpctrain.plan.traffic_plan import plain, steady
 
 Progress = Callable[[str], None]
 

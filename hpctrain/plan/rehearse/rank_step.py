@@ -30,7 +30,7 @@ from hpctrain.plan.rehearse.expert_loads import BalancedLoads, EvenLoads
 from hpctrain.plan.rehearse.meta_op_cache import CachedMetaOps, MetaOpCache
 from hpctrain.plan.rehearse.programme import RECEIVE, Programme, RehearsedCall
 from hpctrain.plan.rehearse.recorded_operations import OperationRecorder, RecordedOperations, ReplayedPart
-from hpctrain.plan.traffic import EVERYONE, PlannedWeights, plain
+from hpctrain.plan.traffic_plan import EVERYONE, PlannedWeights, plain
 from hpctrain.plan.update_messages import send_update_messages
 
 RECORDED_MICRO_BATCHES = 2

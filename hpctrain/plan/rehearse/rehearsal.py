@@ -9,7 +9,7 @@ from time import perf_counter
 from hpctrain.deck.sections.rank_partition import require_no_dedicated_ranks
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.plan.deck import DeckPlan
+from hpctrain.plan.deck_plan import DeckPlan
 from hpctrain.plan.rehearse.checks.matching import MatchResult, match_programmes
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.memory_peaks import MemoryPeak, find_peaks, memory_faults

@@ -29,10 +29,10 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.pipeline.execute import receives_ahead
-from hpctrain.plan.activations import segment_bytes
-from hpctrain.plan.search.form import ParameterCounts, PartForm
-from hpctrain.plan.search.moments import Moment, Opened
-from hpctrain.plan.time.layers import LayerSizes
+from hpctrain.plan.activation_memory import segment_bytes
+from hpctrain.plan.search.in_flight import Moment, Opened
+from hpctrain.plan.search.model_partition import ParameterCounts, PartForm
+from hpctrain.plan.time.layer_seconds import LayerSizes
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.nodes import Fell, LayoutNode, Node
+from hpctrain.plan.search.layout_tree import Tree
+from hpctrain.plan.search.partition_choices import LEAST_GAIN
 from hpctrain.plan.search.search_space import EVERY, TRIED, SearchSpace
-from hpctrain.plan.search.split_forms import LEAST_GAIN
-from hpctrain.plan.search.tree import Tree
+from hpctrain.plan.search.tree_nodes import Fell, LayoutNode, Node
 from hpctrain.plan.time.machine_rates import MachineRates
 
 BEST = 10

@@ -21,7 +21,7 @@ from hpctrain.plan.time.machine_rates import (
     LinkRates,
     MachineRates,
 )
-from hpctrain.plan.time.step import StepPlan
+from hpctrain.plan.time.step_plan import StepPlan
 
 LEAST_GAIN = 0.005  # of a step; less is no advice
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2")

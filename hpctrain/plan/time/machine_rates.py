@@ -4,7 +4,7 @@ Products go at `peak efficiency / (1 + saturation (1/m + 1/n + 1/k))`: small one
 `hpctrain calibrate` measures such a file of the machine that it runs on.
 
 A file may have several kinds of node: `[machine]` with `nodes`, and for each other kind a table
-`[[machine.others]]` with its `name`, its `nodes` and what it has otherwise (`plan/time/others.py`).
+`[[machine.others]]` with its `name`, its `nodes` and what it has otherwise (`plan/time/node_kinds.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpctrain.files import read_text
 from hpctrain.parallel.kernels.matmul_kernels import Pass
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.vocabulary import CHUNK_ROWS, even_chunk
-from hpctrain.plan.time.others import kind_problems, with_others
+from hpctrain.plan.time.node_kinds import kind_problems, with_others
 from hpctrain.text import counted, either, nearest
 
 PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {

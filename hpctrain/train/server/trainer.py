@@ -24,7 +24,7 @@ from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.plan.served import build_role_within_memory
+from hpctrain.plan.server_plan import build_role_within_memory
 from hpctrain.text import counted
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.book import Book, SlowWorkers, histogram_text

@@ -24,7 +24,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from tests.engines import trainer
 from tests.model.modules import models
 

@@ -33,7 +33,7 @@ from hpctrain.host import c_libraries as compiler
 from hpctrain.host.c_libraries import CompilerError
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.stored_choices import describe_functions, with_stored_choices
@@ -41,7 +41,7 @@ from hpctrain.train.verify import verify_layout
 from tests.engine.choices.text_runs import TextRuns
 from tests.engines import LLAMA, reference, small_deck, trainer
 from tests.parallel.kernels.functions.test_layer_functions import trapping
-from tests.plan.test_memory import expect_activations
+from tests.plan.test_memory_plan import expect_activations
 from tests.rope_scalings import YARN_KEYS
 from tests.train.test_run import write_deck
 

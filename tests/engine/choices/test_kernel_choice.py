@@ -31,8 +31,8 @@ from hpctrain.parallel.kernels.choice_cache import cache_file, read_cache, write
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, KernelTable, OneDnn
 from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.served import build_role_within_memory
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.server_plan import build_role_within_memory
 from hpctrain.train.miniature import miniature
 from hpctrain.train.run import resume
 from hpctrain.train.stored_choices import with_stored_choices

@@ -15,7 +15,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.attention.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shards import Partition
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import LayoutError, compare, verify_layout
 from tests.engines import LLAMA, alone, small_deck, trainer

@@ -14,7 +14,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.matrix.adafactor import Adafactor
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.control import StepDecision
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.resume_check import replaced_optimizer_state

@@ -11,7 +11,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.matrix.adam_mini import AdamMini
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from tests.engines import DECK, small_deck, trainer
 from tests.optim.block_rules import DECAY, HEAD, ten_updates
 

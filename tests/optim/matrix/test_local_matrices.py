@@ -17,7 +17,7 @@ from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout
 from hpctrain.sharding.replication import Replications, ZeroSharding

@@ -18,8 +18,8 @@ from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.muon import Match, Muon, orthogonalize
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.named import named_problems
+from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.sharding.replication import Replications
 from hpctrain.train.verify import LayoutError, verify_layout
 from tests.engines import LLAMA, alone, make_buckets, one_thread, reference, small_deck, trainer

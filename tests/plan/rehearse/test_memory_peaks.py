@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import live_activations
-from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.memory_demand import MemoryDemand
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.rehearse.memory_peaks import find_peaks, memory_faults
 from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from tests.engines import small_deck

@@ -17,11 +17,11 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.deck_schedule import outline_schedule
 from hpctrain.pipeline.split import split_layers
 from hpctrain.plan.memory_budget import MemoryBudget
-from hpctrain.plan.time.arrangement import LayoutSizes
-from hpctrain.plan.time.ground import Ground
-from hpctrain.plan.time.layers import layer_sizes
+from hpctrain.plan.time.layer_seconds import layer_sizes
+from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates
-from hpctrain.plan.time.step import plan_step, split_by_seconds
+from hpctrain.plan.time.stage_nodes import Ground
+from hpctrain.plan.time.step_plan import plan_step, split_by_seconds
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v", "zb-v")
 HOMES = ("host", "disk")

@@ -10,9 +10,9 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory_budget import MemoryBudget
-from hpctrain.plan.search.nodes import LayoutNode
+from hpctrain.plan.search.layout_tree import Tree
 from hpctrain.plan.search.search_space import SearchSpace
-from hpctrain.plan.search.tree import Tree
+from hpctrain.plan.search.tree_nodes import LayoutNode
 from hpctrain.plan.time.machine_rates import MachineRates
 
 DECK = """

@@ -1,7 +1,7 @@
 """What ranks hold at the least: never more than the plan says, on any layout, and for plain ones near it.
 
-Tests of plan/search/least_bytes.py, plan/search/needs.py, plan/search/coarse.py and plan/search/form.py, and
-of what plan/search/tree.py leaves out by them.
+Tests of plan/search/least_bytes.py, plan/search/memory_needs.py, plan/search/coarse_bounds.py and
+plan/search/model_partition.py, and of what plan/search/layout_tree.py leaves out by them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.memory_plan import MemoryPlan
 from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from tests.plan.search.random_layouts import DECK, MODELS, bare, draw, layouts, tree_of
 from tests.plan.time.test_machine_rates import FILE

@@ -1,7 +1,7 @@
 """Searches against brute force over all layouts; their bounds; what decks give; where nothing fits.
 
-Tests of plan/search/search.py, plan/search/tree.py, plan/search/leaves.py, plan/search/nodes.py,
-plan/search/search_space.py and plan/search/candidate.py.
+Tests of plan/search/search.py, plan/search/layout_tree.py, plan/search/layout_generator.py,
+plan/search/tree_nodes.py, plan/search/search_space.py and plan/search/candidate.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hpctrain.deck.sources import Place
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate_schedule
-from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.memory_demand import MemoryDemand
-from hpctrain.plan.search.nodes import LayoutNode, Node
+from hpctrain.plan.memory_plan import MemoryPlan
+from hpctrain.plan.search.layout_tree import Tree
 from hpctrain.plan.search.search import SearchResult, least_memory_layout, search, some_layout_fits
 from hpctrain.plan.search.search_space import EVERY, SearchSpace
-from hpctrain.plan.search.tree import Tree
+from hpctrain.plan.search.tree_nodes import LayoutNode, Node
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine
-from hpctrain.plan.time.step import plan_step
+from hpctrain.plan.time.step_plan import plan_step
 from tests.plan.search.brute import Brute
 from tests.plan.search.random_layouts import DECK, LLAMA, MIXTURE, Bare, bare, layouts, tree_of
 from tests.plan.search.test_least_bytes import machine_of

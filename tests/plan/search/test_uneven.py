@@ -1,6 +1,6 @@
 """Layouts on several kinds of node, and splits of blocks by seconds: against every split there is.
 
-Tests of plan/search/split_forms.py, and of plan/search/tree.py on several kinds of node.
+Tests of plan/search/partition_choices.py, and of plan/search/layout_tree.py on several kinds of node.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
 from hpctrain.plan.memory_budget import MemoryBudget
-from hpctrain.plan.search.nodes import LayoutNode, Node
+from hpctrain.plan.search.layout_tree import Tree
+from hpctrain.plan.search.partition_choices import LEAST_GAIN
 from hpctrain.plan.search.search import search
 from hpctrain.plan.search.search_space import SearchSpace, with_values
-from hpctrain.plan.search.split_forms import LEAST_GAIN
-from hpctrain.plan.search.tree import Tree
-from hpctrain.plan.time.layers import LayerSizes, layer_seconds
+from hpctrain.plan.search.tree_nodes import LayoutNode, Node
+from hpctrain.plan.time.layer_seconds import LayerSizes, layer_seconds
 from hpctrain.plan.time.machine_rates import MachineRates, ProductRates
-from hpctrain.plan.time.step import plan_step, step_seconds
+from hpctrain.plan.time.step_plan import plan_step, step_seconds
 from tests.costs.test_balanced_split import ways
 from tests.engines import small_deck
-from tests.plan.time.test_ground import FAST, ONE, SEVERAL, kinds
+from tests.plan.time.test_stage_nodes import FAST, ONE, SEVERAL, kinds
 
 KEYS = ("batch.global_size=16", "memory.recompute=none", "layout.context=1", "layout.zero=1")
 SLOW_MEMORY = "memory_bandwidth = 2e9\nlaunch = 1e-5\nfixed = 1e-4\n"

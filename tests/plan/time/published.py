@@ -14,10 +14,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import LayerPlacement, place_by_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
-from hpctrain.plan.time.arrangement import LayoutSizes
-from hpctrain.plan.time.layers import layer_sizes
+from hpctrain.plan.time.layer_seconds import layer_sizes
+from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine
-from hpctrain.plan.time.step import step_seconds
+from hpctrain.plan.time.step_plan import step_seconds
 
 RANKS_PER_NODE = 8
 

@@ -1,6 +1,6 @@
 """Advice: what limits a step and what would help, against plans of the changed decks and machines.
 
-Tests of plan/time/advice.py and plan/time/advice_words.py.
+Tests of plan/time/advice.py and plan/time/advice_text.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from hpctrain.cli.plan import command
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.deck import plan_deck
+from hpctrain.plan.deck_plan import plan_deck
 from hpctrain.plan.time.advice import PARTS, Advice, Gain, advise, changes, estimate, faster
-from hpctrain.plan.time.advice_words import LIMITS, advice_lines
+from hpctrain.plan.time.advice_text import LIMITS, advice_lines
 from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
-from hpctrain.plan.time.step import StepPlan, plan_step
+from hpctrain.plan.time.step_plan import StepPlan, plan_step
 from tests.engines import DECK, small_deck
 from tests.plan.time.test_machine_rates import FILE
 

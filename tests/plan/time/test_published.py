@@ -1,7 +1,7 @@
 """Planned steps beside published ones, of up to 12,288 GPUs.
 
-Tests of plan/time/step.py, plan/time/layers.py and the machines of plan/time/machines/. What machines are
-fitted to is marked in the files; the other rows are predicted.
+Tests of plan/time/step_plan.py, plan/time/layer_seconds.py and the machines of plan/time/machines/. What
+machines are fitted to is marked in the files; the other rows are predicted.
 """
 
 from __future__ import annotations

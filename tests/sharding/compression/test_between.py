@@ -20,8 +20,8 @@ from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stages.zero_groups import node_peers_factory
 from hpctrain.errors import HpctrainError
 from hpctrain.fault_checks.replica_check import check_replicas
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.traffic_plan import plan_traffic
 from hpctrain.sharding.compression.between import HierarchicalReduction
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.replication import NodePeers

@@ -17,8 +17,8 @@ from hpctrain.comm.world import World
 from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.parallel.random import key_of, normal
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.traffic_plan import plan_traffic
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.power import PowerSgd, orthonormal
 from hpctrain.sharding.replication import Replications, ZeroSharding

@@ -14,7 +14,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.memory.compress import BLOCK
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, small_deck, trainer

@@ -16,7 +16,7 @@ from hpctrain.costs.bucket_bytes import state_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.memory.scratch import storage_bytes
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.train.checkpoints import Checkpoints

@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
-from hpctrain.plan.served import served_bytes
+from hpctrain.plan.server_plan import served_bytes
 from hpctrain.train.hook import Hook
 from hpctrain.train.server.intake import Pushed
 from hpctrain.train.server.letters import Push

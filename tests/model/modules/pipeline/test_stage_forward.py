@@ -2,7 +2,7 @@
 
 Also model/modules/part_contents.py, model/modules/module_layers.py, model/modules/module_part.py with a stage
 of a module, model/modules/pipeline/stage_split.py, refused splits in model/construction.py, and
-plan/silent.py.
+plan/silent_part.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.model.modules.module_part import ModulePart
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.traffic_plan import plan_traffic
 from hpctrain.train.outputs import outputs_of
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.modules import staged_models

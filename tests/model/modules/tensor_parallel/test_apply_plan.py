@@ -23,12 +23,12 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.instantiate import build_module
 from hpctrain.model.modules.module_call import find_logits
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.plan.traffic_plan import plan_traffic
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.modules import models
 from tests.model.modules.module_decks import DECK, GPT2, LLAMA, MODELS, STEPS, loss_of, plain_loop
-from tests.plan.test_traffic import sent
+from tests.plan.test_traffic_plan import sent
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 NEOX = {

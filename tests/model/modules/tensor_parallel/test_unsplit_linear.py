@@ -25,7 +25,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.part import converted_bytes
 from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.memory_plan import plan_memory
 from tests.engines import by_rank_0, trainer
 from tests.model.modules.module_decks import DECK, loss_of, plain_loop, whole_parameters
 from tests.model.modules.pipeline.test_stage_forward import of_all_stages

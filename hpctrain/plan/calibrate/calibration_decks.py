@@ -1,0 +1,92 @@
+"""Whose shapes are measured: of decks that are given, or of a small and a larger GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.deck.read import parse_deck, read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.time.step_plan import TIMED
+
+_DECK = """
+[run]
+title = "{title}"
+steps = 1
+[model]
+family = "gpt2"
+layers = {layers}
+hidden = {hidden}
+heads = {heads}
+vocabulary = {vocabulary}
+[data]
+tokens = "none"
+[batch]
+global_size = {micro_size}
+micro_size = {micro_size}
+sequence = {sequence}
+"""
+SMALL = {"title": "17M", "layers": 5, "hidden": 512, "heads": 8, "vocabulary": 512}
+LARGER = {"title": "124M", "layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50257}
+TINY = {"title": "tiny", "layers": 1, "hidden": 32, "heads": 2, "vocabulary": 64}
+
+_VOCABULARY = 32_000
+"""Of a deck that leaves it to its token file."""
+
+_LEAST_TOKENS = 64
+
+
+def of_sizes(sizes: Mapping[str, object], micro_size: int, sequence: int, *overrides: str) -> Deck:
+    """A GPT's, of micro-batches of so many sequences, with these keys changed."""
+    return parse_deck(_DECK.format(**sizes, micro_size=micro_size, sequence=sequence), overrides)
+
+
+def measured_decks(paths: Sequence[Path]) -> list[Deck]:
+    """Those of these files, or where there are none a GPT of 17M parameters and one of 124M. HpctrainError as
+    a run would, and for what is not measured here.
+    """
+    if not paths:
+        return [of_sizes(SMALL, 4, 256), of_sizes(LARGER, 1, 512)]
+    decks = [read_deck(path, read_source=settled_keys) for path in paths]
+    for deck in decks:
+        if deck.precision.compute == "fp8":
+            raise HpctrainError(deck.problem("precision.compute", 'is unsupported (use "bf16")'))
+    return [deck.with_keys(model={"vocabulary": deck.model.vocabulary or _VOCABULARY}) for deck in decks]
+
+
+def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
+    """The deck on data ranks, with fewer and fewer tokens in a micro-batch, and with its layers split: each
+    with its tokens and its tensor ranks.
+    """
+    tokens, micro_size = deck.batch.micro_size * deck.batch.sequence, deck.batch.micro_size
+    plain = on_data_ranks(deck, ranks)
+    yield plain, tokens, 1
+    for part in (2, 4):
+        if micro_size % part == 0:
+            fewer = {"micro_size": micro_size // part}
+        elif micro_size == 1 and part == 2 and tokens // part >= _LEAST_TOKENS:
+            fewer = {"sequence": deck.batch.sequence // part}
+        else:
+            continue
+        yield plain.with_keys(batch=fewer), tokens // part, 1
+    if ranks % 2 == 0 and deck.model.heads % 2 == 0:
+        yield plain.with_keys(layout={"tensor": 2}), tokens, 2
+
+
+def on_data_ranks(deck: Deck, ranks: int) -> Deck:
+    """The deck by data ranks alone, each with one micro-batch, and without what plans do not time."""
+    whole = ("tensor", "context", "pipeline", "chunks", "expert", "expert_tensor")
+    layout: dict[str, object] = {**dict.fromkeys(whole, 1), "data": None, "split": None, "schedule": "1f1b"}
+    usual: dict[str, dict[str, object]] = {
+        "layout": layout | {"auto": False, "sequence_parallel": False, "zero": 0, "zero_group": None},
+        "batch": {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0},
+        "communication": {"server": None},
+        "run": {"noise_scale_steps": 0},
+    }
+    for key, value in TIMED.items():
+        section, _, name = key.partition(".")
+        usual.setdefault(section, {})[name] = value
+    usual["memory"]["recompute"] = "none"
+    return deck.with_keys(**usual)

@@ -1,0 +1,176 @@
+"""How fast ranks reach each other: sums, gathers, exchanges and messages by size, in and between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import choose_transport
+from hpctrain.comm.world import World
+from hpctrain.host.device import on_host
+from hpctrain.host.device_memory import gpu_memory_bytes
+from hpctrain.host.memory import available_bytes
+from hpctrain.plan.calibrate.clock import Clock
+from hpctrain.plan.calibrate.overlap import measure_overlap, measure_waits
+from hpctrain.plan.calibrate.rate_fit import fit_link
+from hpctrain.plan.time.machine_rates import Collective, LinkRates, Operation
+
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+_FIRST = 1 << 10
+_SUM, _LAYER_SUM = 32 << 20, 2 << 20
+"""Bytes of a bucket, and of what layers sum, about."""
+
+_LONG = 1.0
+"""Seconds after which no larger message is measured: over slow links these take in proportion."""
+
+_TENSORS = 4
+"""As large as what is measured, on a rank at once, with what messages need in passing."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a Machine tells of them, and nothing of what is not there."""
+
+    inside: LinkRates | None = None
+    between: LinkRates | None = None
+    collectives: Mapping[Operation, Collective] = field(default_factory=dict)
+    crossing: Mapping[Operation, tuple[Collective, ...]] = field(default_factory=dict)
+    overlap: float = 0.0
+    layer_overlap: float = 0.0
+    waits: float = 0.0
+
+
+def measure_links(clock: Clock, most: int) -> Links:
+    """With messages of up to `most` bytes. Collective."""
+    world = clock.world
+    if world.size == 1:
+        return Links()
+    sizes, node = sizes_up_to(world, most), group_of_node(world)
+    inside, between, collectives = None, None, dict[Operation, Collective]()
+    if min(world.everyone.all_gather_object(node.size)) > 1:
+        collectives = {each: measure_collective(node, each, sizes, None, clock) for each in OPERATIONS}
+        inside = measure_link(node, in_pairs(node.size), sizes, clock)
+    crossing: dict[Operation, tuple[Collective, ...]] = {}
+    for together, group in groups_between_nodes(world):
+        if group is not None:
+            for each in OPERATIONS:
+                measured = measure_collective(group, each, sizes, together, clock)
+                crossing[each] = (*crossing.get(each, ()), measured)
+            if together == 1:
+                between = measure_link(group, across(group.size), sizes, clock)
+        world.everyone.barrier()
+    everyone = world.new_group(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
+    overlap = measure_overlap(everyone, min(_SUM, most), True, clock)
+    layer_overlap = measure_overlap(everyone, min(_LAYER_SUM, most), False, clock)
+    waits = measure_waits(everyone, min(_LAYER_SUM, most), clock)
+    links = Links(inside, between, collectives, crossing, overlap, layer_overlap, waits)
+    found: Links = world.everyone.broadcast_object(links)
+    return found
+
+
+def sizes_up_to(world: World, most: int) -> list[int]:
+    """Bytes of whole tensors, each four times the one before, as far as memory allows. Collective."""
+    if on_host(world.device):
+        available = (available_bytes() or most) // max(1, world.local_size)
+    else:
+        available = gpu_memory_bytes(world.device) or most
+    bound = min(most, available // (2 * _TENSORS))
+    least = -float(world.everyone.all_reduce(torch.tensor(-float(bound), dtype=torch.float64), "max"))
+    sizes = [_FIRST]
+    while sizes[-1] * 4 <= least:
+        sizes.append(sizes[-1] * 4)
+    return sizes
+
+
+def group_of_node(world: World) -> Group:
+    """This rank and all others of its node. Collective."""
+    nodes = world.nodes_of(range(world.size))
+    ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[world.rank])
+    return world.new_group(("world",), ranks, choose_transport(world, "auto"))
+
+
+def groups_between_nodes(world: World) -> Iterator[tuple[int, Group | None]]:
+    """Groups of 1, 2, 4... ranks of every node, with that number: None on ranks that are in none. Collective;
+    nothing where there is one node.
+    """
+    nodes = world.nodes_of(range(world.size))
+    places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    least = min(nodes.count(node) for node in set(nodes))
+    transport, together = choose_transport(world, "auto"), 1
+    while len(set(nodes)) > 1 and together <= least:
+        inside = [rank for rank, place in enumerate(places) if place < together]
+        ranks = tuple(inside) if world.rank in inside else (world.rank,)
+        group = world.new_group(("world",), ranks, transport)
+        yield together, group if world.rank in inside else None
+        together *= 2
+
+
+def measure_collective(
+    group: Group, operation: Operation, sizes: list[int], together: int | None, clock: Clock
+) -> Collective:
+    """Seconds of an operation by bytes of the whole tensor. Collective over the group."""
+    seconds = []
+    for size in sizes:
+        count = max(1, size // 4 // group.size)
+        whole, part = (group.empty((each,), torch.float32).zero_() for each in (count * group.size, count))
+        call = _call(group, operation, whole, part)
+        seconds.append(clock.of_group(operation, group, call))
+        if seconds[-1] > _LONG:
+            break
+    counted = [float(max(1, size // 4 // group.size) * group.size * 4) for size in sizes[: len(seconds)]]
+    return Collective(ranks=group.size, together=together, bytes=tuple(counted), seconds=tuple(seconds))
+
+
+def _call(
+    group: Group, operation: Operation, whole: torch.Tensor, part: torch.Tensor
+) -> Callable[[], object]:
+    other = torch.empty_like(whole) if operation == "all_to_all" else whole
+    calls: dict[Operation, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "reduce_scatter": lambda: group.reduce_scatter(whole, part),
+        "all_gather": lambda: group.all_gather(part, whole),
+        "all_to_all": lambda: group.all_to_all(whole, other),
+    }
+    return calls[operation]
+
+
+def measure_link(
+    group: Group, peer_of: Callable[[int], int | None], sizes: list[int], clock: Clock
+) -> LinkRates:
+    """Of messages there and back, halved, between each rank of the group and the one that `peer_of` tells.
+    Collective over the group.
+    """
+    peer = peer_of(group.rank)
+    seconds = []
+    for size in sizes:
+        memory = torch.zeros(size // 4, device=group.device)
+
+        def run(memory: torch.Tensor = memory) -> None:
+            if peer is None:
+                return
+            if group.rank < peer:
+                group.send(memory, peer)
+                group.recv(memory, peer)
+            else:
+                group.recv(memory, peer)
+                group.send(memory, peer)
+
+        seconds.append(clock.of_group("messages", group, run) / 2)
+        if seconds[-1] > _LONG:
+            break
+    return fit_link([float(size) for size in sizes[: len(seconds)]], seconds)
+
+
+def in_pairs(size: int) -> Callable[[int], int | None]:
+    """Of so many ranks the neighbour of each; of an odd last one nobody."""
+    return lambda rank: other if (other := rank ^ 1) < size else None
+
+
+def across(size: int) -> Callable[[int], int | None]:
+    """Of so many ranks, one on each node, the one of a node half of all nodes away."""
+    half = size // 2
+    return lambda rank: rank + half if rank < half else rank - half if rank < 2 * half else None

@@ -1,0 +1,142 @@
+"""What a deck names outside of itself: token files, parameters that it freezes or gives to Muon, layers that
+it leaves out of 8 bits, the file of its schedule, the rates of its machine.
+
+A run refuses what does not fit at its start; this tells it beforehand, with the same sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.deck.check import data_ranks, world_problems
+from hpctrain.deck.problem import DeckProblem
+from hpctrain.deck.schedules import SCHEDULE_NAMES
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.mixture import tokens_exist
+from hpctrain.deck.sections.objective import POLICY_KINDS
+from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.data.token_files import Tokens
+
+
+def named_problems(
+    deck: Deck, ranks: int | None = None, rates: bool = True, code: bool = False
+) -> Iterator[DeckProblem]:
+    """Everything in what the deck names that a run would refuse; a missing token file may still be made.
+
+    `ranks`, where it is known, is that of the run. Without `rates` those of its machine are not looked at;
+    with `code` a user's own is, too, and what a module starts from. HpctrainError with what is wrong with it.
+    """
+    # What a deck does not name does not cost the import of what could read it.
+    if deck.data.dataset is None:
+        tokens = (yield from _tokens(deck)) if tokens_exist(deck) else []
+        if deck.evaluation.sets:
+            yield from _evaluated(deck, tokens)
+    if code and deck.model.module is not None:
+        _require_module(deck)
+    if (
+        deck.model.frozen
+        or deck.model.adapters
+        or deck.optimizer.name == "muon"
+        or deck.precision.fp8_exclude
+    ):
+        yield from _patterns(deck)
+    if deck.layout.schedule not in SCHEDULE_NAMES:
+        yield from _schedule(deck, ranks)
+    if deck.objective.kind in POLICY_KINDS and not deck.layout.auto:
+        yield from _companions(deck, ranks)
+    if rates and deck.machine.rates is not None:
+        yield from _rates(deck)
+
+
+def _tokens(deck: Deck) -> Generator[DeckProblem, None, Sequence[Tokens]]:
+    """What is wrong with token files, and these, where they can be opened."""
+    from hpctrain.data.data_checks import token_problems
+    from hpctrain.data.deck_tokens import open_entries
+
+    key = "data.tokens" if deck.data.mixture is None else "data.mixture"
+    try:
+        tokens = open_entries(deck)
+    except HpctrainError as error:
+        named = re.compile(rf"{key}(, |: | = {re.escape(str(deck.data.tokens))}: )")
+        yield from (DeckProblem(key, named.sub("", problem, count=1)) for problem in error.problems)
+        return []
+    yield from token_problems(deck, tokens)
+    return tokens
+
+
+def _evaluated(deck: Deck, trained: Sequence[Tokens]) -> Iterator[DeckProblem]:
+    from hpctrain.data.held_out import set_problems
+
+    yield from set_problems(deck, trained[0].tokenizer_text if trained else None)
+
+
+def _require_module(deck: Deck) -> None:
+    """Raise HpctrainError with all that keeps a user's code from being run."""
+    from hpctrain.checkpoint.exchange.by_name import open_values
+    from hpctrain.model.construction import architecture_of
+    from hpctrain.objective.factory import make_objective
+
+    problems: list[str] = []
+    source = None if deck.model.source is None else Path(deck.model.source)
+    looks: list[Callable[[], object]] = [lambda: architecture_of(deck, 2), lambda: make_objective(deck)]
+    for look in looks:
+        try:
+            look()
+        except HpctrainError as error:
+            problems += error.problems
+    if source is not None:
+        try:
+            if not source.exists():
+                raise HpctrainError("there is no such file or folder")
+            if source.suffix != ".h5":
+                open_values(source)
+        except HpctrainError as error:
+            problems += [deck.problem("model.from", problem) for problem in error.problems]
+    if problems:
+        raise HpctrainError(list(dict.fromkeys(problems)))
+
+
+def _patterns(deck: Deck) -> Iterator[DeckProblem]:
+    from hpctrain.engine.name_patterns import pattern_problems
+    from hpctrain.model.construction import architecture_of
+
+    yield from pattern_problems(deck, architecture_of(deck, deck.model.vocabulary or 2))
+
+
+def _schedule(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
+    from hpctrain.pipeline.deck_schedule import read_schedule_file, schedule_builder
+
+    named = deck.problem("layout.schedule", "")
+    try:
+        if ranks is None or world_problems(deck, ranks):
+            read_schedule_file(deck)
+        else:
+            schedule_builder(deck, data_ranks(deck, ranks))
+    except HpctrainError as error:
+        yield from (DeckProblem("layout.schedule", problem.removeprefix(named)) for problem in error.problems)
+
+
+def _companions(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
+    """What is wrong with the keys of a critic and of a reference."""
+    from hpctrain.deck.auxiliary_decks import critic_deck, reference_deck
+
+    for key, own_deck in (("policy.critic", critic_deck), ("policy.reference", reference_deck)):
+        try:
+            own_deck(deck, ranks)
+        except HpctrainError as error:
+            yield from (DeckProblem(key, problem.removeprefix(f"{key}: ")) for problem in error.problems)
+
+
+def _rates(deck: Deck) -> Iterator[DeckProblem]:
+    from hpctrain.plan.time.deck_rates import deck_rates
+
+    named = deck.problem("machine.rates", "")
+    try:
+        deck_rates(deck)
+    except HpctrainError as error:
+        yield from (DeckProblem("machine.rates", problem.removeprefix(named)) for problem in error.problems)

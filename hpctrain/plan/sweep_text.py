@@ -1,0 +1,147 @@
+"""A sweep as a table and as pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.planned_sweep import PlannedPoint, PlannedSweep, short_reason
+from hpctrain.plan.sweep_arguments import RANKS
+from hpctrain.plan.time.time_text import WHAT
+from hpctrain.report.figures import write_figure
+from hpctrain.report.pareto import LayoutCandidate, draw_pareto
+from hpctrain.report.scaling import PlannedBar, draw_causes, draw_scaling
+from hpctrain.report.terminal import columns, fit
+from hpctrain.text import counted, fitted, table
+from hpctrain.units import format_bytes, format_count, format_seconds
+
+_REASON = 90  # letters of a reason in a table
+_CAUSES = 2  # told of each point
+_TOKENS = 1_000_000  # whose time is drawn where steps are of unlike many
+
+
+def sweep_text(sweep: PlannedSweep) -> str:
+    """A table with a row a point, and the fastest of those that fit."""
+    where = "" if sweep.machine is None else f" on {sweep.machine}"
+    grows = ", batch.global_size grows with the ranks" if sweep.weak else ""
+    lines = [f"{sweep.title}: {counted(len(sweep.points), 'point')}{where}{grows}", ""]
+    timed = sweep.machine is not None
+    head = [
+        *_names(sweep),
+        *(["step", "tokens/s", "TFLOP/s", "MFU"] if timed else []),
+        "memory per rank",
+        "fits",
+    ]
+    rows = [[*head, "largest causes" if timed else ""]]
+    for point in sweep.points:
+        values = [value for _, value in point.changes]
+        if point.memory is None:
+            rows.append([*values, *[""] * (len(head) - len(values)), _clipped(short_reason(point.problem))])
+        else:
+            rows.append([*values, *_step_cells(point), format_bytes(point.total_bytes), *_last_cells(point)])
+    lines += _fitted_rows(rows, len(sweep.sweeps), columns())
+    best = min(
+        (point for point in sweep.planned if point.step is not None and point.fits is not False),
+        key=lambda point: point.step.seconds / point.step.tokens if point.step is not None else 0.0,
+        default=None,
+    )
+    if timed and best is None:
+        lines += ["", "No point fits into memory."]
+    elif best is not None and best.step is not None:
+        fits = "that fits " if best.fits else ""
+        speed = format_count(best.step.tokens / best.step.seconds)
+        lines += ["", *fit(f"The fastest {fits}is {point_name(best)}: {speed} tokens/s.", columns())]
+    return "\n".join(lines) + "\n"
+
+
+def _fitted_rows(rows: Sequence[Sequence[str]], keys: int, width: int | None) -> list[str]:
+    """Return the lines of a table whose first columns are swept keys.
+
+    If the table is too wide, these columns become one that names keys and values: "zero = 0, tensor = 2".
+    """
+    lines = table(rows, {*range(keys), len(rows[0]) - 1})
+    if width is None or all(len(line) <= width for line in lines):
+        return lines
+    names = rows[0][:keys]
+    named = [", ".join(map(" = ".join, zip(names, row[:keys], strict=True))) for row in rows[1:]]
+    joined = [[name, *row[keys:]] for name, row in zip(["point", *named], rows, strict=True)]
+    return fitted(joined, {0, len(joined[0]) - 1}, width)
+
+
+def _names(sweep: PlannedSweep) -> list[str]:
+    """The keys, without their sections where that names one."""
+    count = Counter(each.short for each in sweep.sweeps)
+    return [each.short if count[each.short] == 1 else each.key for each in sweep.sweeps]
+
+
+def _step_cells(point: PlannedPoint) -> list[str]:
+    step = point.step
+    if step is None:
+        return []
+    return [
+        format_seconds(step.seconds),
+        format_count(step.tokens / step.seconds),
+        f"{step.flops_per_rank / 1e12:.3g}",
+        f"{100 * step.mfu:.1f}%",
+    ]
+
+
+def _last_cells(point: PlannedPoint) -> list[str]:
+    fits = {None: "?", True: "yes", False: "no"}[point.fits]
+    if point.step is None:
+        return [fits, ""]
+    largest = sorted(point.step.seconds_by_cause.items(), key=lambda each: -each[1])[:_CAUSES]
+    told = (f"{cause} {100 * seconds / point.step.seconds:.0f}%" for cause, seconds in largest if seconds)
+    return [fits, ", ".join(told)]
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _REASON else f"{text[: _REASON - 3]}..."
+
+
+def point_name(point: PlannedPoint) -> str:
+    """`tensor = 4, zero = 1`."""
+    return ", ".join(f"{key.rpartition('.')[2]} = {value}" for key, value in point.changes)
+
+
+def plot_sweep(sweep: PlannedSweep, path: Path, pareto: bool = False) -> None:
+    """Draw a sweep's seconds by cause, over ranks or for each point, or with `pareto` memory against time.
+
+    HpctrainError where no machine is known, or for an ending that is no picture's; InputOutputError where
+    nothing can be written.
+    """
+    if sweep.machine is None:
+        raise HpctrainError("--plot requires --machine NAME|FILE, since there are no step times to plot")
+    title = f"{sweep.title} on {sweep.machine}"
+    if pareto:
+        timed = [(point, point.step) for point in sweep.planned if point.step is not None]
+        alike = len({step.tokens for _, step in timed}) == 1
+        found = [
+            LayoutCandidate(
+                point_name(point),
+                step.seconds * (1 if alike else _TOKENS / step.tokens),
+                point.total_bytes,
+                point.limit,
+            )
+            for point, step in timed
+        ]
+        heading, of = f"{title}: memory against time", "step" if alike else "million tokens"
+        write_figure(path, lambda: draw_pareto(heading, found, of))
+        return
+    over_ranks = [each.key for each in sweep.sweeps] == [RANKS]
+    bars = [_bar(point, over_ranks) for point in sweep.planned]
+    if over_ranks:
+        kind = "weak" if sweep.weak else "strong"
+        write_figure(path, lambda: draw_scaling(f"{title}: {kind} scaling", bars))
+    else:
+        write_figure(path, lambda: draw_causes(title, bars))
+
+
+def _bar(point: PlannedPoint, over_ranks: bool) -> PlannedBar:
+    assert point.step is not None
+    causes = {WHAT[cause]: seconds for cause, seconds in point.step.seconds_by_cause.items()}
+    name = str(point.ranks) if over_ranks else point_name(point).replace(", ", "\n")
+    label = name if point.fits is not False else f"{name}\ndoes not fit"
+    return PlannedBar(label, point.ranks, causes, point.step.tokens / point.step.seconds)
