@@ -214,7 +214,7 @@ def check(deck: str | Path | Deck, *, world: World | None = None, **defaults: Un
     source = _source(deck)
 
     def verb(started: World) -> int:
-        from hpctrain.train.check import check as compare
+        from hpctrain.train.layout_check import check as compare
 
         return compare(started, source, _changes(defaults), print)
 

@@ -25,8 +25,8 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.train import trainer as trainer_module
+from hpctrain.train.layout_verification import NOISE_STD
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import NOISE_STD
 
 DECK = """
 [run]

@@ -27,7 +27,7 @@ from hpctrain.plan.form_alternatives import other_forms
 from hpctrain.report.terminal import stdout_console
 from hpctrain.text import either, table
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.server.trainer import new_trainer
+from hpctrain.train.server.server_trainer import new_trainer
 from hpctrain.units import format_bytes, format_count
 
 

@@ -33,8 +33,8 @@ from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rate import draw_rates
 from hpctrain.report.terminal import stdout_console
 from hpctrain.text import table
-from hpctrain.train.layout import choose_layout
-from hpctrain.train.server.trainer import new_trainer
+from hpctrain.train.automatic_layout import choose_layout
+from hpctrain.train.server.server_trainer import new_trainer
 from hpctrain.train.start import start_from_source
 from hpctrain.train.trainer import Trainer
 

@@ -60,7 +60,7 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None, communica
         click.get_current_context().exit(rehearsal.exit_code)
     from hpctrain.comm.verb import run_verb
     from hpctrain.host.commands import restart_on_ranks
-    from hpctrain.train.check import check
+    from hpctrain.train.layout_check import check
 
     restart_on_ranks(ranks)
     run_verb(lambda world: check(world, deck, overrides, click.echo))

@@ -33,7 +33,7 @@ def command(
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.train.compare import compare
+    from hpctrain.train.run_comparison import compare
 
     if figures and steps is not None:
         raise click.UsageError("--steps conflicts with --figures, which repeats no steps")

@@ -95,7 +95,7 @@ def command(
     from hpctrain.job.batch_job import parse_time
     from hpctrain.job.job_options import JobOptions
     from hpctrain.job.script import render_script, submit_command
-    from hpctrain.train.sweep.sweep import sweep_deck, sweep_job
+    from hpctrain.train.sweep.sweep_deck import sweep_deck, sweep_job
 
     given: dict[str, object] = {
         "--nodes": nodes > 1,

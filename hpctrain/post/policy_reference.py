@@ -32,9 +32,9 @@ from hpctrain.optim.optimizer import gather_updated
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import COMMON, MODEL, owned_state
-from hpctrain.train.reference import require_same_reference
+from hpctrain.train.inference_engine import shown_engine
+from hpctrain.train.reference_scores import require_same_reference
 from hpctrain.train.scored import log_probabilities_of
-from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step, TrainState
 
 FILE = "reference.h5"

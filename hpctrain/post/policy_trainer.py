@@ -48,8 +48,8 @@ from hpctrain.post.rollout import RolloutSource
 from hpctrain.post.samples_file import SamplesFile
 from hpctrain.post.writer import AnswerWriter
 from hpctrain.train import trainer as training
-from hpctrain.train.memory import OtherMemory
-from hpctrain.train.reference import KNOWN
+from hpctrain.train.memory_ledger import OtherMemory
+from hpctrain.train.reference_scores import KNOWN
 from hpctrain.train.scored import log_probabilities_of, values_of
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState

@@ -17,8 +17,8 @@ from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.rollout import Answer, AnswerRows
 from hpctrain.train.evaluate import known_tokenizer
+from hpctrain.train.inference_engine import shown_engine
 from hpctrain.train.scored import values_of
-from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step
 from hpctrain.watch.newest import find_checkpoint
 

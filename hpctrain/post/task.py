@@ -35,8 +35,8 @@ from hpctrain.post.task_rows import Choice, WrittenAnswer, is_choice, read_rows
 from hpctrain.report.terminal import columns
 from hpctrain.text import escaped, fitted
 from hpctrain.train.evaluate import known_tokenizer
+from hpctrain.train.inference_engine import shown_engine
 from hpctrain.train.scored import log_probabilities_of
-from hpctrain.train.shown import shown_engine
 from hpctrain.train.step import Step
 from hpctrain.watch.newest import find_checkpoint
 

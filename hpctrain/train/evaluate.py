@@ -31,8 +31,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
 from hpctrain.text import escaped, fitted
-from hpctrain.train.reference import with_reference_of
-from hpctrain.train.shown import initial_engine, shown_engine
+from hpctrain.train.inference_engine import initial_engine, shown_engine
+from hpctrain.train.reference_scores import with_reference_of
 from hpctrain.train.step import Step
 from hpctrain.units import format_count
 from hpctrain.watch.newest import find_checkpoint

@@ -1,4 +1,4 @@
-"""State, residuals and rotary positions that the layout check (`train/verify.py`) uses."""
+"""State, residuals and rotary positions that the layout check (`train/layout_verification.py`) uses."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
-from hpctrain.train.origin import corpus_key, same_corpus
+from hpctrain.train.corpus_comparison import corpus_key, same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded, newest_recorded
 from hpctrain.train.run import Run, open_run
 from hpctrain.train.stored_choices import computed_by, record_of, with_stored_choices

@@ -34,7 +34,7 @@ def read_given(world: World, path: Path, shape: ModelShape) -> RoutingFile:
     return given
 
 
-class GivenChoices:
+class ReplayedChoices:
     """Choices of the samples of a file, for the steps of a run."""
 
     def __init__(self, given: RoutingFile) -> None:
@@ -68,7 +68,7 @@ class RoutingRecorder(Hook):
         self, engine: Engine, state: TrainState, recorded: int, given: RoutingFile | None = None
     ) -> None:
         self.engine, self.state, self.recorded = engine, state, recorded
-        self.given = None if given is None else GivenChoices(given)
+        self.given = None if given is None else ReplayedChoices(given)
         self.first = state.samples
         self.path: Path | None = None
         self._made: list[tuple[int, RoutingChoices]] = []

@@ -35,36 +35,36 @@ from hpctrain.plan.partitioned_engine import build_seat_within_memory
 from hpctrain.plan.server_plan import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import command
+from hpctrain.train.automatic_layout import choose_layout
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, StepDecision
+from hpctrain.train.corpus_comparison import compare_corpus, known_corpus
 from hpctrain.train.dead_experts import DeadExperts
-from hpctrain.train.going_back import GoingBack
+from hpctrain.train.fault_recovery import FaultRecovery
 from hpctrain.train.gpu_memory import warn_of_missing_memory
-from hpctrain.train.healing import Healing
-from hpctrain.train.layout import choose_layout
-from hpctrain.train.memory import MemoryLedger
-from hpctrain.train.mirror import begin_mirrors, require_neighbour
-from hpctrain.train.origin import compare_corpus, known_corpus
+from hpctrain.train.layout_verification import verify_layout
+from hpctrain.train.memory_ledger import MemoryLedger
+from hpctrain.train.mirror_hook import begin_mirrors, require_neighbour
+from hpctrain.train.mirror_recovery import MirrorRecovery, take_mirror
 from hpctrain.train.rate_change import rate_change
-from hpctrain.train.reference import bring_references, refer
+from hpctrain.train.reference_scores import bring_references, refer
 from hpctrain.train.resume_check import keep_vocabulary, require_resumable
+from hpctrain.train.rollback import Rollback
 from hpctrain.train.routing import RoutingRecorder, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
-from hpctrain.train.server.checkpoints import ServedCheckpoints
-from hpctrain.train.server.trainer import ServedTrainer
+from hpctrain.train.server.server_checkpoints import ServedCheckpoints
+from hpctrain.train.server.server_trainer import ServedTrainer
 from hpctrain.train.signals import Signals
 from hpctrain.train.skipped_steps import reason_to_stop
+from hpctrain.train.spike_response import SpikeResponse
 from hpctrain.train.start import require_training_state, source_notes, start_from_source
 from hpctrain.train.startup import RunFolder, prepare_ranks, read_deck_on_all_ranks
 from hpctrain.train.step import TrainState
 from hpctrain.train.stored_choices import with_stored_choices
 from hpctrain.train.summary import decay_ended, introduction
-from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import MakeTrainer, Trainer, TrainerParts, make_trainer
-from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, TraceRecorder
-from hpctrain.train.way_back import WayBack
 from hpctrain.watch.folder import clear_folder, clear_other_folder, refuse_other_folder, replaces
 from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.peak_flops import PeakFlops
@@ -176,8 +176,8 @@ class Loop:
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
         self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.held_out, self.pace, reporter, checkpoints.best)
-        way = WayBack(trainer, checkpoints, reporter)
-        self.back, self.healing = GoingBack(trainer, way), Healing(way, Path(run.deck.run.dir))
+        way = Rollback(trainer, checkpoints, reporter)
+        self.back, self.healing = SpikeResponse(trainer, way), FaultRecovery(way, Path(run.deck.run.dir))
         self._asked: StepDecision | None = None
         self.report = StepReport(trainer, reporter, peak, self.pace, checkpoints, memory)
         trainer.hooks += [
@@ -444,7 +444,7 @@ def run_deck(
         deck, chose = choose_layout(world, deck)
         with world.agreement():
             folder = Path(deck.run.dir)
-        taken = take_mirror(world, folder) if again else Taken()
+        taken = take_mirror(world, folder) if again else MirrorRecovery()
         with world.agreement():
             begun = again and bool(checkpoints(folder / "checkpoints"))
             makes = ""

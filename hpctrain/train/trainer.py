@@ -22,7 +22,7 @@ from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.text import counted
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.memory import ActivationPeak, OtherMemory
+from hpctrain.train.memory_ledger import ActivationPeak, OtherMemory
 from hpctrain.train.step import Step, StepGuard, StepResult, TrainState
 from hpctrain.watch.stragglers import StragglerDetector, TimeComparison, work_of
 

@@ -21,7 +21,7 @@ from hpctrain.train.best import BestSoFar
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.memory_ledger import MemoryLedger
 from hpctrain.train.skipped_steps import skip_reason
 from hpctrain.train.summary import outcome
 from hpctrain.train.time_limit import Pace

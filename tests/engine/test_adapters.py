@@ -20,8 +20,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.adapter import is_adapter
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import compare
+from hpctrain.train.layout_verification import compare
+from hpctrain.train.scaled_down_deck import miniature
 from tests.deck.small_text import SMALL, problems
 from tests.engines import LLAMA, reference, small_deck, trainer
 

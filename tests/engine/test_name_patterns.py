@@ -15,8 +15,8 @@ from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.deck_references import named_problems
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import verify_layout
+from hpctrain.train.layout_verification import verify_layout
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, small_deck, trainer
 
 FP8 = (*LLAMA, "precision.compute=fp8")

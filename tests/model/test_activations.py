@@ -38,8 +38,8 @@ from hpctrain.sharding.reducer import ExactReduction, Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import compare
+from hpctrain.train.layout_verification import compare
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 from tests.model import test_against_transformers as dense
 

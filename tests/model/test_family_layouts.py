@@ -18,8 +18,8 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.plan.memory_plan import plan_memory
-from hpctrain.train.miniature import miniature, with_fp8_products
-from hpctrain.train.verify import compare
+from hpctrain.train.layout_verification import compare
+from hpctrain.train.scaled_down_deck import miniature, with_fp8_products
 from tests.engines import LLAMA, small_deck, trainer
 from tests.plan.test_mixture import choose_in_turn
 

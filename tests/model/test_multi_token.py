@@ -28,9 +28,9 @@ from hpctrain.plan.time.layer_seconds import layer_seconds, layer_sizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import parse_machine
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.miniature import miniature, with_fp8_products
+from hpctrain.train.layout_verification import compare
+from hpctrain.train.scaled_down_deck import miniature, with_fp8_products
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import compare
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 from tests.plan.test_memory_plan import held
 from tests.plan.time.test_machine_rates import FILE

@@ -26,8 +26,8 @@ from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.width_scaling import LEARNING_RATE_FACTORS, WidthScaling
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import verify_layout
+from hpctrain.train.layout_verification import verify_layout
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 MUP = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=2")

@@ -28,8 +28,8 @@ from hpctrain.optim.optimizer import AveragedRule
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import verify_layout
+from hpctrain.train.layout_verification import verify_layout
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 from tests.train.test_run import contents
 

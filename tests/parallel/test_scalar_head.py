@@ -14,8 +14,8 @@ from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.traffic_plan import plan_traffic
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import compare
+from hpctrain.train.layout_verification import compare
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 from tests.plan.rehearse.test_rank_step import listening, of_each, planned, with_waits

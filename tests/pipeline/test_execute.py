@@ -21,7 +21,7 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import BoundaryMessage, forward_only, messages_between
 from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, generate_schedule
 from hpctrain.pipeline.split import even_split, layer_ranges
-from hpctrain.train.verify import verify_layout
+from hpctrain.train.layout_verification import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 

@@ -1,7 +1,7 @@
 """Plans of memory: equal to the byte to what runs hold, and to the closed forms of ZeRO's paper.
 
 Tests of plan/memory_plan.py, plan/stages_on_meta.py, plan/step_on_meta.py and plan/activation_memory.py, and
-of train/memory.py beside them.
+of train/memory_ledger.py beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.plan.savings import find_savings
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.control import StepDecision
-from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.memory_ledger import MemoryLedger
 from hpctrain.units import format_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 

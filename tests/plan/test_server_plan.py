@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.plan.forms import plan_form
 from hpctrain.plan.server_plan import plan_served, served_bytes
-from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.memory_ledger import MemoryLedger
 from tests.train.server.served import served, served_deck
 
 KINDS = ("parameter", "gradient", "optimizer", "activation")

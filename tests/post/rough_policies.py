@@ -29,8 +29,8 @@ from hpctrain.post.policy_trainer import PolicyTrainer
 from hpctrain.post.rewards.reward_interface import Sample
 from hpctrain.post.rewards.rewards import Rewards
 from hpctrain.train.hook import Hook
+from hpctrain.train.layout_verification import NOISE_STD, _pieces
 from hpctrain.train.trainer import TrainerParts
-from hpctrain.train.verify import NOISE_STD, _pieces
 from tests.data.chats import write_rows
 
 DECK = """

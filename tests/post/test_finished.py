@@ -26,10 +26,10 @@ from hpctrain.post.task import evaluate_task
 from hpctrain.report.contents import contents
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import corruption
-from hpctrain.train.compare import compare
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
+from hpctrain.train.run_comparison import compare
 from tests.plan.policies import prepare_copying
 
 LONG = ("run.steps=4", "checkpoint.every=2", "run.evaluate_every=4")

@@ -27,7 +27,7 @@ from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.post import writer
 from hpctrain.post.policy_trainer import PolicyTrainer
-from hpctrain.train.verify import verify_layout
+from hpctrain.train.layout_verification import verify_layout
 from tests.post.rough_policies import folder, policy_deck, policy_trainer, settled
 
 __all__ = ["folder"]

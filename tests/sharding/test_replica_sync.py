@@ -21,8 +21,8 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateOptions, StateTensor, owned_state
 from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.layout_verification import NOISE_STD
 from hpctrain.train.start import start_from_source
-from hpctrain.train.verify import NOISE_STD
 from tests.engines import Trainer, small_deck, trainer
 
 EVERY = 2

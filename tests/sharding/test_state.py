@@ -35,7 +35,7 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import ModuleState, StateTensor, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.memory_ledger import MemoryLedger
 from tests.engines import LLAMA, Trainer, record_statistics, small_deck, trainer
 
 HISTORY, WIDTH = 4, 2

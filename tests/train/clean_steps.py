@@ -21,7 +21,7 @@ from hpctrain.comm.world import World
 from hpctrain.plan import engine as planned
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import corruption
-from hpctrain.train.verify import NOISE_STD
+from hpctrain.train.layout_verification import NOISE_STD
 from tests.train.poisoned import make_deck, train
 from tests.train.test_run import contents
 

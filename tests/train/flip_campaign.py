@@ -26,10 +26,10 @@ from hpctrain.comm.world import World
 from hpctrain.plan import engine as planned
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.text import table
-from hpctrain.train import healing
+from hpctrain.train import fault_recovery
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.layout_verification import NOISE_STD
 from hpctrain.train.run import Loop
-from hpctrain.train.verify import NOISE_STD
 from tests.train.flipped_bits import MOMENTS, Campaign, Planted
 from tests.train.poisoned import make_deck, train
 
@@ -267,8 +267,8 @@ def main() -> int:
     wrong: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "assemble", partial(planned.assemble, noise_std=NOISE_STD))
-        patch.setattr(healing, "MOST_OF_A_RANK", 10**6)
-        patch.setattr(healing, "MOST", 10**6)
+        patch.setattr(fault_recovery, "MOST_OF_A_RANK", 10**6)
+        patch.setattr(fault_recovery, "MOST", 10**6)
         for layout, own in LAYOUTS.items():
             for form in FORMATS:
                 name, keys = f"{layout}-{form}", (*COMMON, *own, f"precision.compute={form}")

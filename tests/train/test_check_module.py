@@ -1,6 +1,7 @@
 """`hpctrain check` of modules that users bring: right ones pass, faults are told by what is wrong.
 
-Of train/plain.py, train/probe.py, train/outputs.py, train/miniature.py and train/difference.py.
+Tests of train/plain_torch_step.py, train/module_probe.py, train/outputs.py, train/scaled_down_deck.py and
+train/layout_difference.py.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.train.check import check
-from hpctrain.train.verify import verify_layout
+from hpctrain.train.layout_check import check
+from hpctrain.train.layout_verification import verify_layout
 
 MODULES = Path(__file__).with_name("wrong_modules.py")
 DECK = """
@@ -133,6 +134,6 @@ def test_parameters_without_gradients_are_noted(world: World, mpi_tmp_path: Path
 def test_a_module_that_is_too_large_asks_for_smaller_arguments(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.train.miniature._MOST_PARAMETERS", 1000)
+    monkeypatch.setattr("hpctrain.train.scaled_down_deck._MOST_PARAMETERS", 1000)
     with pytest.raises(HpctrainError, match=r"has 1\.6K parameters.*the table \[model\.miniature\]"):
         told(world, mpi_tmp_path, "Right")

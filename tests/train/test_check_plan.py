@@ -1,6 +1,6 @@
 """`hpctrain check` of plans that split modules: right ones pass, wrong ones are told by name.
 
-Of train/verify.py and train/difference.py.
+Of train/layout_verification.py and train/layout_difference.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.train.check import check
+from hpctrain.train.layout_check import check
 from tests.model.modules.tensor_parallel.test_apply_plan import (
     GPT2,
     GPT2_PLAN,

@@ -26,8 +26,8 @@ from hpctrain.engine.build import build_engine
 from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
+from hpctrain.train.layout_verification import NOISE_STD, _pieces
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import NOISE_STD, _pieces
 from tests.data.chats import talk, write_rows
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import FAMILIES, Gradients

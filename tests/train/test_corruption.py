@@ -1,6 +1,6 @@
 """Silent faults in memory: each is found and located, and healed so that nothing is left of it.
 
-Tests of train/corruption.py, train/healing.py, train/way_back.py, train/resting_state.py,
+Tests of train/corruption.py, train/fault_recovery.py, train/rollback.py, train/resting_state.py,
 audit/bits.py, train/counters.py and deck/sections/stability.py.
 """
 
@@ -29,14 +29,14 @@ from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.marks import read_faults
 from hpctrain.report.metric_rows import read_metrics
-from hpctrain.train import corruption, healing
+from hpctrain.train import corruption, fault_recovery
 from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.rollback import Rollback
 from hpctrain.train.run import open_run, resume
 from hpctrain.train.signals import Signals
 from hpctrain.train.step import ReadBatches, Step
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.way_back import WayBack
 from hpctrain.watch.run_files import STOP_FILE
 from tests.comm.transports.random_calls import Flip as Message
 from tests.comm.transports.random_calls import FlippingTransport
@@ -118,7 +118,7 @@ def test_any_bit_changes_a_fingerprint(dtype: torch.dtype) -> None:
 def test_what_changes_between_updates_is_found_and_healed(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    monkeypatch.setattr(healing, "MOST_OF_A_RANK", 100)
+    monkeypatch.setattr(fault_recovery, "MOST_OF_A_RANK", 100)
     deck, keys, draw = make_deck(world, mpi_tmp_path), keys_of(layout), random.Random(layout)
     train(world, deck, "clean", *keys)
     flips = []
@@ -277,7 +277,7 @@ def test_half_a_row_of_faults_swallows_no_later_one(world: World, tmp_path: Path
     way = SimpleNamespace(trainer=SimpleNamespace(world=world), reporter=reporter)
     fault = DetectedFault("copies", "bias", "step", (0,), "differs")
     for step in (3, 4):
-        healing.Healing(cast(WayBack, way), tmp_path)._note(
+        fault_recovery.FaultRecovery(cast(Rollback, way), tmp_path)._note(
             SilentFaultError(step, [fault], state_unchanged=True)
         )
         with (tmp_path / "faults.jsonl").open("a") as file:
@@ -386,7 +386,7 @@ def test_figures_that_come_wrong_at_one_rank_part_nobody(
 def test_what_is_counted_is_kept_twice(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(healing, "MOST_OF_A_RANK", 100)
+    monkeypatch.setattr(fault_recovery, "MOST_OF_A_RANK", 100)
     deck, keys = make_deck(world, mpi_tmp_path), (*SHORT, "precision.compute=fp16")
     train(world, deck, "clean", *keys)
     make, accumulate = Trainer.train_step, Step.accumulate

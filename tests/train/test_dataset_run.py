@@ -25,7 +25,7 @@ from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.train.verify import NOISE_STD
+from hpctrain.train.layout_verification import NOISE_STD
 from tests.engines import Trainer, by_rank_0
 from tests.model.modules.tensor_parallel.test_apply_plan import whole_parameters
 from tests.train import sets

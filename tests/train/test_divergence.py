@@ -11,7 +11,14 @@ from typing import NamedTuple
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.train.divergence import ROUNDING, Apart, Rounding, StepComparison, changed_between, unsummed
+from hpctrain.train.divergence import (
+    ROUNDING,
+    Rounding,
+    StepComparison,
+    TensorDifference,
+    changed_between,
+    unsummed,
+)
 from hpctrain.train.fingerprints import StepPrints, fingerprints
 from tests.engines import LLAMA, small_deck, trainer
 from tests.train.planted import (
@@ -132,7 +139,7 @@ def steps_of(
     return taken
 
 
-def parted(one: Sequence[StepPrints], other: Sequence[StepPrints], alike: bool) -> Apart | None:
+def parted(one: Sequence[StepPrints], other: Sequence[StepPrints], alike: bool) -> TensorDifference | None:
     """The first that differs; of one layout in bits."""
     comparison = StepComparison(ROUNDING["fp32"], alike, alike)
     for mine, theirs in zip(one, other, strict=True):

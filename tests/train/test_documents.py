@@ -2,7 +2,7 @@
 beside those of plain torch in double precision, which computes each document by itself.
 
 Tests of data.document_mask, of documents in model/transformer.py and parallel/attention/ring.py, and of what
-train/verify.py makes of them.
+train/layout_verification.py makes of them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
-from hpctrain.train.miniature import miniature
+from hpctrain.train.layout_verification import NOISE_STD, _pieces, compare
+from hpctrain.train.scaled_down_deck import miniature
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import NOISE_STD, _pieces, compare
 from tests.engines import LLAMA, by_rank_0, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 

@@ -12,9 +12,9 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.report.metric_rows import read_metrics
-from hpctrain.train.compare import compare
 from hpctrain.train.replay import ROUNDING, replay
 from hpctrain.train.run import resume, run_deck
+from hpctrain.train.run_comparison import compare
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import KEYS, Gradients, expected, make_trainer
 

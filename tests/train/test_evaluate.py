@@ -1,6 +1,6 @@
 """`hpctrain evaluate` finds what a run found, on any layout; what it refuses.
 
-Tests of train/evaluate.py and train/shown.py.
+Tests of train/evaluate.py and train/inference_engine.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as module
-from hpctrain.train import shown
+from hpctrain.train import inference_engine
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import run_deck
 from tests.generate.test_text_model import MIXTURE, make_checkpoint
@@ -141,11 +141,11 @@ def test_ranks_ask_for_as_much_memory_as_they_hold(
 ) -> None:
     """Experts, too, of which each rank has some."""
     asked: list[int] = []
-    monkeypatch.setattr(shown, "resident_bytes", lambda: 0)
-    monkeypatch.setattr(shown, "require_memory", lambda *given: asked.append(given[3]))
+    monkeypatch.setattr(inference_engine, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(inference_engine, "require_memory", lambda *given: asked.append(given[3]))
     make_checkpoint(world, mpi_tmp_path / "a.h5", *layout)
     deck = stored_deck(read_state(mpi_tmp_path / "a.h5"), mpi_tmp_path / "a.h5")
-    engine = shown.shown_engine(mpi_tmp_path / "a.h5", deck, world)
+    engine = inference_engine.shown_engine(mpi_tmp_path / "a.h5", deck, world)
     held = sum(bucket.owned_values.nbytes for bucket in engine.stage.buckets)
     assert asked == [pytest.approx(held, rel=0.1)]
 

@@ -1,6 +1,7 @@
 """`hpctrain check` finds faults of every seam between parts of the program, and nothing where there are none.
 
-Tests of train/verify.py, train/miniature.py, train/layout_state.py and train/difference.py.
+Tests of train/layout_verification.py, train/scaled_down_deck.py, train/layout_state.py and
+train/layout_difference.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.train.verify import compare_miniature
+from hpctrain.train.layout_verification import compare_miniature
 from tests.engines import LLAMA, small_deck
 from tests.train.layout_faults import FAULTS, LayoutFault, planted
 from tests.train.test_check_module import DECK, MODULES

@@ -1,6 +1,6 @@
 """Every layout trains the same model: compared with one rank, and with single reductions taken away.
 
-Tests of train/verify.py, engine/build.py, engine/stages/stage.py, engine/registry.py and
+Tests of train/layout_verification.py, engine/build.py, engine/stages/stage.py, engine/registry.py and
 parallel/attention/ring.py.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import hpctrain.train.verify as verify
+import hpctrain.train.layout_verification as verify
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
@@ -23,8 +23,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.tensor import RowLinear
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import LayoutError, compare, verify_layout
+from hpctrain.train.layout_verification import LayoutError, compare, verify_layout
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 FAMILIES = {"gpt2": (), "llama": LLAMA}

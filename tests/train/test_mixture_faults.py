@@ -1,7 +1,7 @@
 """Bugs that are common in mixtures of experts, put in one by one: `--verify-layout` finds each.
 
-Tests of train/verify.py. The run on one rank, which it compares with, has the same code: a fault shows where
-it depends on the layout.
+Tests of train/layout_verification.py. The run on one rank, which it compares with, has the same code: a
+fault shows where it depends on the layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replication, Replications
-from hpctrain.train.verify import LayoutError, verify_layout
+from hpctrain.train.layout_verification import LayoutError, verify_layout
 from tests.engines import LLAMA, small_deck
 
 pytestmark = pytest.mark.mpi(min_size=2, max_size=2)

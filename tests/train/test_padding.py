@@ -26,11 +26,11 @@ from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.mixtures.router import Router
 from hpctrain.report.metric_rows import read_metrics
+from hpctrain.train.layout_verification import NOISE_STD
 from hpctrain.train.routing import ROUTING_FILE
 from hpctrain.train.routing_file import RoutingFile
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import NOISE_STD
 from tests.data.chats import write_rows
 from tests.engines import DECK, LLAMA, Trainer, small_deck
 from tests.train.test_mixture_layouts import KEYS, MODELS

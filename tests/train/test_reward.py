@@ -26,9 +26,9 @@ from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.objective.objective import Objective
 from hpctrain.post.critic_loss import ClippedValue
+from hpctrain.train.layout_verification import NOISE_STD, _pieces
 from hpctrain.train.scored import values_of
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import NOISE_STD, _pieces
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import Gradients
 

@@ -1,6 +1,6 @@
 """Seconds of a run's steps: planned before, measured after by cause, and nothing of the run changed by that.
 
-Tests of train/seconds.py, and of what train/run.py and train/memory.py make of it.
+Tests of train/seconds.py, and of what train/run.py and train/memory_ledger.py make of it.
 """
 
 from __future__ import annotations

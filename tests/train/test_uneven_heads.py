@@ -14,8 +14,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import compare
+from hpctrain.train.layout_verification import compare
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 from tests.generate.test_text_model import GREEDY, make_checkpoint, texts
 from tests.plan.test_memory_plan import expect_activations

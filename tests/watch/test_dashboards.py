@@ -31,8 +31,8 @@ from hpctrain.watch.folder import delete_run, take_folder
 from hpctrain.watch.scalars import numbers, scalars
 from hpctrain.watch.service import Service, ServiceError
 from tests.train.poisoned import BACK, Poison, make_deck, train
-from tests.train.test_going_back import AT, FROM_MEMORY, SHORT
 from tests.train.test_run import contents, deck_file
+from tests.train.test_spike_response import AT, FROM_MEMORY, SHORT
 
 __all__ = ["deck_file"]
 

@@ -1,6 +1,7 @@
 """Tests of chat models that are imported, trained on conversations, exported and loaded by `transformers`.
 
-Modules: checkpoint/exchange/model_files.py, checkpoint/exchange/tokenizer_files.py, train/origin.py.
+Modules: checkpoint/exchange/model_files.py, checkpoint/exchange/tokenizer_files.py and
+train/corpus_comparison.py.
 """
 
 from __future__ import annotations

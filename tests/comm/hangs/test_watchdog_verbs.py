@@ -70,7 +70,7 @@ PLACES = {
     ),
     "checkpoint": ("hpctrain.train.checkpoints:Checkpoints.save", "training", RUN),
     "ledger": (
-        "hpctrain.train.memory:MemoryLedger.at_end",
+        "hpctrain.train.memory_ledger:MemoryLedger.at_end",
         "writing the ledger and the reports",
         RUN,
     ),
@@ -102,7 +102,7 @@ PLACES = {
         ("export", CHECKPOINT, "exported"),
     ),
     "check": (
-        "hpctrain.train.check:compare_miniature",
+        "hpctrain.train.layout_check:compare_miniature",
         "comparing the layout with one rank",
         ("check", "deck.toml"),
     ),

@@ -34,10 +34,10 @@ from hpctrain.host.c_libraries import CompilerError
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH
 from hpctrain.plan.memory_plan import plan_memory
+from hpctrain.train.layout_verification import verify_layout
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.stored_choices import describe_functions, with_stored_choices
-from hpctrain.train.verify import verify_layout
 from tests.engine.choices.text_runs import TextRuns
 from tests.engines import LLAMA, reference, small_deck, trainer
 from tests.parallel.kernels.functions.test_layer_functions import trapping

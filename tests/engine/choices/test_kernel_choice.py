@@ -33,8 +33,8 @@ from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.server_plan import build_role_within_memory
-from hpctrain.train.miniature import miniature
 from hpctrain.train.run import resume
+from hpctrain.train.scaled_down_deck import miniature
 from hpctrain.train.stored_choices import with_stored_choices
 from tests.engine.choices.text_runs import TextRuns
 from tests.engines import LLAMA, Trainer, small_deck, trainer

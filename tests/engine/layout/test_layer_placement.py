@@ -15,8 +15,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import place_by_flops, with_split
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.shape import ModelShape
-from hpctrain.train.difference import LayoutDifference
-from hpctrain.train.verify import verify_layout
+from hpctrain.train.layout_difference import LayoutDifference
+from hpctrain.train.layout_verification import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 # A block has 3 (24 h^2 + 4 s h) FLOPs, the head 6 V h; h = 32, s = 32.
@@ -187,7 +187,7 @@ def test_a_checked_layout_has_its_head_alone_where_the_deck_has(
         seen.append(deck.layout.split)
         return [LayoutDifference("loss", 0.0, "")]
 
-    monkeypatch.setattr("hpctrain.train.verify.compare", compared)
+    monkeypatch.setattr("hpctrain.train.layout_verification.compare", compared)
     for keys in (
         ("model.layers=9", "layout.split=[9, 0]"),
         ("model.layers=9", "layout.split=[7, 2]"),

@@ -16,8 +16,8 @@ from hpctrain.model.attention.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shards import Partition
 from hpctrain.plan.memory_plan import plan_memory
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import LayoutError, compare, verify_layout
+from hpctrain.train.layout_verification import LayoutError, compare, verify_layout
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, alone, small_deck, trainer
 
 NORMS = {

@@ -11,8 +11,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.attention.rotary import Rotary, RotaryFrequencies
-from hpctrain.train.miniature import miniature
-from hpctrain.train.verify import compare
+from hpctrain.train.layout_verification import compare
+from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, small_deck
 from tests.rope_scalings import LONGROPE_KEYS, SCALINGS, YARN_KEYS, hf_rope_parameters
 

@@ -16,7 +16,7 @@ from hpctrain.optim.matrix.adafactor import Adafactor
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.control import StepDecision
-from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.memory_ledger import MemoryLedger
 from hpctrain.train.resume_check import replaced_optimizer_state
 from tests.engines import DECK, LLAMA, small_deck, trainer
 from tests.optim.block_rules import DECAY, ten_updates

@@ -21,7 +21,7 @@ from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.deck_references import named_problems
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.sharding.replication import Replications
-from hpctrain.train.verify import LayoutError, verify_layout
+from hpctrain.train.layout_verification import LayoutError, verify_layout
 from tests.engines import LLAMA, alone, make_buckets, one_thread, reference, small_deck, trainer
 from tests.optim.matrix.runs import EXPERTS, MUON, give_gradients, losses_after_checkpoint
 

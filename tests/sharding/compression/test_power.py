@@ -22,7 +22,7 @@ from hpctrain.plan.traffic_plan import plan_traffic
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.power import PowerSgd, orthonormal
 from hpctrain.sharding.replication import Replications, ZeroSharding
-from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.memory_ledger import MemoryLedger
 from tests.engines import LLAMA, Trainer, make_buckets, small_deck, trainer
 from tests.sharding.compression.given import message_elements
 

@@ -16,7 +16,7 @@ from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.memory.compress import BLOCK
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.memory_ledger import MemoryLedger
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 WARMUP = 2

@@ -13,7 +13,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
-from hpctrain.train.verify import NOISE_STD
+from hpctrain.train.layout_verification import NOISE_STD
 from tests.engines import Trainer
 
 

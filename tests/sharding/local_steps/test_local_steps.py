@@ -20,7 +20,7 @@ from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.verify import LayoutError, verify_layout
+from hpctrain.train.layout_verification import LayoutError, verify_layout
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.sharding.local_steps.replicas import Expected, outer_of, singles
 

@@ -12,9 +12,9 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import assemble
 from hpctrain.engine.layout.engine_spec import make_engine_spec
 from hpctrain.engine.layout.server_roles import ServerRoles
-from hpctrain.train.server.trainer import ServedTrainer
+from hpctrain.train.layout_verification import NOISE_STD
+from hpctrain.train.server.server_trainer import ServedTrainer
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import NOISE_STD
 from tests.engines import small_deck, trainer
 
 UNTIED = ("model.tied=false",)

@@ -1,6 +1,6 @@
 """Workers that go astray: what hangs is found, and what raises ends the job, though servers wait for anybody.
 
-Tests of train/server/work.py and comm/mailbox.py under mpirun.
+Tests of train/server/worker_loop.py and comm/mailbox.py under mpirun.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.train.server.test_run import deck_file
 PROGRAM = """
 import time
 from hpctrain.cli.main import main
-from hpctrain.train.server.work import Worker
+from hpctrain.train.server.worker_loop import Worker
 
 usual = Worker._compute
 

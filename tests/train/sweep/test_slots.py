@@ -21,7 +21,7 @@ from hpctrain.train.sweep.results import results_of
 from hpctrain.train.sweep.slots import slots_of, train_all
 from hpctrain.train.sweep.variants import Sweep, make_sweep
 from hpctrain.watch.status import STATUS_FILE
-from tests.train.sweep.test_sweep import DECK
+from tests.train.sweep.test_sweep_deck import DECK
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(100)"
 IGNORES = f"import signal; signal.signal(signal.SIGUSR2, signal.SIG_IGN); {SLEEPS}"

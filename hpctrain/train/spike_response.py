@@ -8,18 +8,18 @@ from dataclasses import replace
 from hpctrain.fault_checks.spikes import Spike, SpikeDetector
 from hpctrain.text import counted
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.rollback import Rollback
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.way_back import WayBack
 
 
-class GoingBack(Hook):
+class SpikeResponse(Hook):
     """What a run does about a step that was a spike: it leaves the update out, or goes back.
 
     `wanted` is the spike for which it is to `go` back, between steps; `stop` why it is to stop. Its place
     among the hooks is before those who report.
     """
 
-    def __init__(self, trainer: Trainer, way: WayBack) -> None:
+    def __init__(self, trainer: Trainer, way: Rollback) -> None:
         self.trainer, self.way = trainer, way
         self.wanted: Spike | None = None
         self.stop = ""

@@ -27,7 +27,7 @@ from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.optimizer import IdleOptimizer
 from hpctrain.plan.memory_demand import require_memory
-from hpctrain.train.origin import require_same_source
+from hpctrain.train.corpus_comparison import require_same_source
 from hpctrain.train.start import start_from_source
 
 

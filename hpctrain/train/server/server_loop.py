@@ -19,11 +19,11 @@ from hpctrain.memory.scratch import Flat
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.train.batch_size import batch_at
-from hpctrain.train.server.book import Book
-from hpctrain.train.server.intake import Intake, Pushed
-from hpctrain.train.server.letters import HEAD, Kind, Push, distance
-from hpctrain.train.server.turns import ShareAssignment
-from hpctrain.train.server.wire import ROW_NUMBERS, Rows, ServedRange, WireFormat
+from hpctrain.train.server.push_queue import PushQueue, QueuedPush
+from hpctrain.train.server.server_messages import HEAD, MessageKind, Push, distance
+from hpctrain.train.server.share_assignment import ShareAssignment
+from hpctrain.train.server.update_log import UpdateLog
+from hpctrain.train.server.wire_format import ROW_NUMBERS, Rows, ServedRange, WireFormat
 from hpctrain.train.step import TrainState
 
 SECONDS_PER_LOOK = 0.1
@@ -31,7 +31,7 @@ SECONDS_PER_LOOK = 0.1
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ReceivedPush:
     """A push with its gradients, flat, of this server's trained pieces; None where none were sent. Where
     that is made up for, also the weights that they were computed with.
     """
@@ -74,14 +74,14 @@ class Server:
 
     # A stretch of steps
 
-    def serve(self, state: TrainState, end: int, asked: Callable[[], bool], book: Book | None) -> None:
+    def serve(self, state: TrainState, end: int, asked: Callable[[], bool], book: UpdateLog | None) -> None:
         """Serve until all workers pause: after step `end`, or earlier where anything is `asked` of a rank.
 
         The head has a `book` of what was done; others have None.
         """
         self._packed = None
         self._first = state.step
-        self._intake: Intake[Parcel] = Intake(
+        self._intake: PushQueue[ReceivedPush] = PushQueue(
             self.roles.workers, self.distance, 0 if self.distance is None else state.step
         )
         self._pushes = 0
@@ -92,27 +92,27 @@ class Server:
         others = self.roles.servers - 1
         while not (self._turns.over and done == others) if book else paused < self.roles.workers:
             letter = self.mailbox.wait_for_header(self._look)
-            kind = Kind(int(letter.numbers[0]))
-            paused += kind is Kind.PAUSED
-            done += kind is Kind.DONE
+            kind = MessageKind(int(letter.numbers[0]))
+            paused += kind is MessageKind.PAUSED
+            done += kind is MessageKind.DONE
             self._handle(kind, letter)
         if book is None:
-            self.mailbox.send(HEAD, [Kind.DONE])
+            self.mailbox.send(HEAD, [MessageKind.DONE])
         self.mailbox.wait_for_sends()
 
-    def _handle(self, kind: Kind, letter: MailboxHeader) -> None:
+    def _handle(self, kind: MessageKind, letter: MailboxHeader) -> None:
         worker = letter.sender - self.roles.servers
-        if kind is Kind.ASK:
+        if kind is MessageKind.ASK:
             self._turns.ask(worker, pushed=False)
             self._interrupt(bool(letter.numbers[1]))
-        elif kind is Kind.PULL:
+        elif kind is MessageKind.PULL:
             self._heed(letter)
             self._intake.pull(worker, int(letter.numbers[1]))
-        elif kind is Kind.PUSH:
+        elif kind is MessageKind.PUSH:
             self._push(letter.sender, Push.of(letter.numbers))
-        elif kind is Kind.ASKED:
+        elif kind is MessageKind.ASKED:
             self._interrupt(True)
-        elif kind is Kind.FAILED:
+        elif kind is MessageKind.FAILED:
             self.break_off()
             self._turns.ask(worker, pushed=False)
         self._answer()
@@ -122,7 +122,7 @@ class Server:
         if self._book is not None:
             for worker, share in self._turns.answers():
                 where = (0, 0) if share is None else (share.step, share.number)
-                self.mailbox.send(self.roles.servers + worker, [Kind.SHARE, share is None, *where])
+                self.mailbox.send(self.roles.servers + worker, [MessageKind.SHARE, share is None, *where])
         for worker in self._intake.answers():
             self._send(worker)
 
@@ -144,7 +144,7 @@ class Server:
         if self._book is not None:
             self._turns.pause()
         else:
-            self.mailbox.send(HEAD, [Kind.ASKED])
+            self.mailbox.send(HEAD, [MessageKind.ASKED])
 
     def break_off(self) -> None:
         """Give out no more shares: there is an error to tell when all meet."""
@@ -157,7 +157,7 @@ class Server:
         self._packed = None
         for _ in range(self.roles.workers):
             letter = self.mailbox.wait_for_header()
-            if letter.numbers[0] != Kind.PULL:
+            if letter.numbers[0] != MessageKind.PULL:
                 raise RuntimeError(f"the server expected a pull of parameters, got {letter}")
             self._heed(letter)
             self._send(letter.sender - self.roles.servers)
@@ -199,7 +199,7 @@ class Server:
             self._interrupt(push.asked)
             self._answer()  # the next share can be read while this one is applied
         pulled, self._backups[worker] = self._backups[worker], None
-        for pushed in self._intake.push(worker, push.step, Parcel(push, gradients, pulled)):
+        for pushed in self._intake.push(worker, push.step, ReceivedPush(push, gradients, pulled)):
             self.most_kept = max(self.most_kept, self._intake.kept + len(pushed))
             self._apply(pushed)
 
@@ -218,11 +218,11 @@ class Server:
         self.wire.unpack(sent, flat.split([piece.elements for piece in self.wire.pieces]), rows)
         return flat
 
-    def _apply(self, pushed: Sequence[Pushed[Parcel]]) -> None:
+    def _apply(self, pushed: Sequence[QueuedPush[ReceivedPush]]) -> None:
         """Make one update of the pushes of a step, or of one push; and enter it in the book."""
         ledger = self.engine.world.ledger
         ledger.phase = "step"
-        pushes = [each.parcel.push for each in pushed]
+        pushes = [each.payload.push for each in pushed]
         step, share = pushes[0].step, 1
         if self.distance is None:  # by what is applied, not by what its share is of
             step, share = self._first + self._pushes // self.roles.workers, self.roles.workers
@@ -231,7 +231,7 @@ class Server:
         factors = [1 / max(1, each.staleness) if self.scales else 1.0 for each in pushed]
         mean = sum(factors) / len(factors)
         finite, norm = all(push.finite for push in pushes), pushes[0].norm
-        if all(each.parcel.gradients is not None for each in pushed):
+        if all(each.payload.gradients is not None for each in pushed):
             self._add(pushed, [factor / mean for factor in factors])
             if self.distance is not None:
                 norm = self._norm()
@@ -250,19 +250,19 @@ class Server:
             senders, stale = [each.worker for each in pushed], [each.staleness for each in pushed]
             self._book.enter(senders, pushes, stale, norm, rate, finite, batch)
 
-    def _add(self, pushed: Sequence[Pushed[Parcel]], factors: Sequence[float]) -> None:
+    def _add(self, pushed: Sequence[QueuedPush[ReceivedPush]], factors: Sequence[float]) -> None:
         """Put the sum of gradients, each times its factor, where the optimizer looks for it."""
         total: Tensor | None = None
-        tokens = sum(each.parcel.push.tokens for each in pushed)
+        tokens = sum(each.payload.push.tokens for each in pushed)
         for each, factor in zip(pushed, factors, strict=True):
-            assert each.parcel.gradients is not None
-            gradients = each.parcel.gradients.float()
-            pulled = each.parcel.pulled
+            assert each.payload.gradients is not None
+            gradients = each.payload.gradients.float()
+            pulled = each.payload.pulled
             if pulled is not None and each.staleness:
                 # Delay-compensated (arXiv 1609.08326): g + lambda g g (w_now - w_pulled), with g the mean
                 # over a share; a push of several has that times its part of all tokens.
                 drift = torch.cat(self._masters).sub_(pulled)
-                weight = self.compensation * tokens / max(1, each.parcel.push.tokens)
+                weight = self.compensation * tokens / max(1, each.payload.push.tokens)
                 corrected = torch.addcmul(gradients, gradients.square(), drift, value=weight)
                 # What has no finite square stays as it was pushed: servers skip together or not at all.
                 gradients = torch.where(corrected.isfinite(), corrected, gradients)

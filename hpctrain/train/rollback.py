@@ -22,7 +22,7 @@ Source = StateSnapshot | Path
 """A copy in memory, or a checkpoint."""
 
 
-class WayBack:
+class Rollback:
     """Earlier states of a run, in memory and on the disk. All methods are collective."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints, reporter: Reporter) -> None:

@@ -1,7 +1,7 @@
 """Runs that lose a node go on from what their nodes hold in memory, and lose no bit by having been mirrored.
 
-Tests of train/mirror.py and train/taken.py. Nodes are emulated, of a rank each or of two; a run is stopped by
-an error between two steps, and what was in the memory of a lost node is deleted.
+Tests of train/mirror_hook.py and train/mirror_recovery.py. Nodes are emulated, of a rank each or of two; a
+run is stopped by an error between two steps, and what was in the memory of a lost node is deleted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hpctrain.checkpoint.slot import read_part
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import read_metrics
-from hpctrain.train import mirror as train_mirror
+from hpctrain.train import mirror_hook
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.trainer import Trainer
 from tests.train.poisoned import BACK, Poison, make_deck, train
-from tests.train.test_going_back import AT, FROM_MEMORY, SHORT, assert_same_end
 from tests.train.test_run import contents, write_deck
+from tests.train.test_spike_response import AT, FROM_MEMORY, SHORT, assert_same_end
 
 KEYS = ("communication.ranks_per_node=1", "run.steps=14", "checkpoint.every=0")
 MIRRORED = (*KEYS, "checkpoint.mirror=true", "checkpoint.mirror_every=4")
@@ -327,13 +327,13 @@ def test_what_ranks_hold_for_mirrors_is_in_the_plan(
     world: World, memory: Path, deck_file: Path, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    begun = train_mirror.Mirrors.__init__
+    begun = mirror_hook.Mirrors.__init__
 
-    def note(self: train_mirror.Mirrors, *arguments: object) -> None:
+    def note(self: mirror_hook.Mirrors, *arguments: object) -> None:
         begun(self, *arguments)  # type: ignore[arg-type]
         held.append(self.mirror.bytes)
 
-    monkeypatch.setattr(train_mirror.Mirrors, "__init__", note)
+    monkeypatch.setattr(mirror_hook.Mirrors, "__init__", note)
     predicted = []
     for name, keys in (("a", KEYS), ("b", MIRRORED)):
         deck = [f"run.dir={mpi_tmp_path / name}", *keys, "run.steps=1"]

@@ -1,6 +1,6 @@
 """Who computes what next, and when pushes are applied: decisions of servers, by a seeded scheduler.
 
-Tests of train/server/turns.py and train/server/intake.py.
+Tests of train/server/share_assignment.py and train/server/push_queue.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hpctrain.train.server.intake import Intake
-from hpctrain.train.server.turns import SampleShare, ShareAssignment
+from hpctrain.train.server.push_queue import PushQueue
+from hpctrain.train.server.share_assignment import SampleShare, ShareAssignment
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Play:
         chance = random.Random(self.seed)
         turns = ShareAssignment(self.workers, self.distance, self.first, self.first + self.steps)
         version = 0 if self.distance is None else self.first
-        intakes: list[Intake[SampleShare]] = [
-            Intake(self.workers, self.distance, version) for _ in range(self.servers)
+        intakes: list[PushQueue[SampleShare]] = [
+            PushQueue(self.workers, self.distance, version) for _ in range(self.servers)
         ]
         self.applied, self.stale = [[] for _ in intakes], [[] for _ in intakes]
         letters: dict[tuple[int, int], list[tuple[str, SampleShare]]] = {
@@ -84,7 +84,7 @@ class Play:
             for pushed in intake.push(worker, share.step, share):
                 self.most_kept = max(self.most_kept, intake.kept + len(pushed))
                 assert self.most_kept <= intake.bound
-                self.applied[server] += [(each.worker, each.parcel) for each in pushed]
+                self.applied[server] += [(each.worker, each.payload) for each in pushed]
                 self.stale[server] += [each.staleness for each in pushed]
                 intake.applied()
         return turns
@@ -174,7 +174,7 @@ def test_after_an_error_nothing_is_given_out() -> None:
 
 def test_staleness_counts_the_updates_between_pull_and_push() -> None:
     """By hand: the second worker's push comes after two updates of the first one's."""
-    intake: Intake[str] = Intake(workers=2, distance=None)
+    intake: PushQueue[str] = PushQueue(workers=2, distance=None)
     intake.pull(0, 0)
     intake.pull(1, 0)
     assert intake.answers() == [0, 1]
@@ -196,7 +196,7 @@ def test_staleness_counts_the_updates_between_pull_and_push() -> None:
 
 
 def test_a_pull_waits_for_the_version_that_its_step_needs() -> None:
-    intake: Intake[str] = Intake(workers=2, distance=1, version=10)
+    intake: PushQueue[str] = PushQueue(workers=2, distance=1, version=10)
     intake.pull(0, 10)
     intake.pull(1, 10)
     assert intake.answers() == [0, 1]
@@ -207,7 +207,7 @@ def test_a_pull_waits_for_the_version_that_its_step_needs() -> None:
     intake.pull(0, 12)
     assert intake.answers() == []
     (pushed,) = intake.push(1, 10, "c")
-    assert [(each.worker, each.parcel, each.staleness) for each in pushed] == [(0, "a", 0), (1, "c", 0)]
+    assert [(each.worker, each.payload, each.staleness) for each in pushed] == [(0, "a", 0), (1, "c", 0)]
     intake.applied()
     assert intake.answers() == [0]
     intake.pull(1, 11)

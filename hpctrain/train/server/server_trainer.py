@@ -27,11 +27,11 @@ from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.server_plan import build_role_within_memory
 from hpctrain.text import counted
 from hpctrain.train.hook import StepDone
-from hpctrain.train.server.book import Book, SlowWorkers, histogram_text
-from hpctrain.train.server.letters import HEAD
-from hpctrain.train.server.serve import Server
-from hpctrain.train.server.wire import own_pieces, pieces_of
-from hpctrain.train.server.work import ShareStep, Worker
+from hpctrain.train.server.server_loop import Server
+from hpctrain.train.server.server_messages import HEAD
+from hpctrain.train.server.update_log import SlowWorkers, UpdateLog, histogram_text
+from hpctrain.train.server.wire_format import own_pieces, pieces_of
+from hpctrain.train.server.worker_loop import ShareStep, Worker
 from hpctrain.train.step import StepResult, TrainState
 from hpctrain.train.trainer import Trainer
 from hpctrain.watch.stragglers import TimeComparison
@@ -64,10 +64,10 @@ class ServedTrainer(Trainer):
             share_step = ShareStep(engine, batches, deck, roles.workers)
             self.step = share_step
             self.worker = Worker(deck, engine, share_step, self.mailbox, roles, pieces)
-        self.book: Book | None = None
+        self.book: UpdateLog | None = None
         if world.rank == HEAD:
             names = (*engine.objective.metrics, *engine.auxiliary_loss_names)
-            self.book = Book(self.state, names, roles.workers, self._tell, self._moved)
+            self.book = UpdateLog(self.state, names, roles.workers, self._tell, self._moved)
         self._problem: HpctrainError | None = None
 
     @property

@@ -18,11 +18,11 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted, fitted
-from hpctrain.train.difference import TOLERANCE, LayoutDifference
-from hpctrain.train.layout import choose_layout
-from hpctrain.train.probe import ProbeFinding
+from hpctrain.train.automatic_layout import choose_layout
+from hpctrain.train.layout_difference import TOLERANCE, LayoutDifference
+from hpctrain.train.layout_verification import compare_miniature, is_state
+from hpctrain.train.module_probe import ProbeFinding
 from hpctrain.train.startup import read_deck_on_all_ranks
-from hpctrain.train.verify import compare_miniature, is_state
 from hpctrain.units import format_seconds
 
 _MOST = 20

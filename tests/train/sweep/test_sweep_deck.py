@@ -29,7 +29,7 @@ from hpctrain.report.metric_rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
 from hpctrain.train.sweep.results import VariantResult, best_of, result_lines, swept_runs, wanted_figure
 from hpctrain.train.sweep.slots import slots_of
-from hpctrain.train.sweep.sweep import sweep_job, without_running
+from hpctrain.train.sweep.sweep_deck import sweep_job, without_running
 from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
 from hpctrain.watch.folder import take_folder
 from tests.launch import ROOT

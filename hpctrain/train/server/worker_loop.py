@@ -21,9 +21,9 @@ from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.train.batch_size import batch_at, samples_of
-from hpctrain.train.server.letters import HEAD, Kind, Push, distance
-from hpctrain.train.server.turns import SampleShare
-from hpctrain.train.server.wire import ROW_NUMBERS, ServedRange, WireFormat
+from hpctrain.train.server.server_messages import HEAD, MessageKind, Push, distance
+from hpctrain.train.server.share_assignment import SampleShare
+from hpctrain.train.server.wire_format import ROW_NUMBERS, ServedRange, WireFormat
 from hpctrain.train.step import ReadBatches, Step, TrainState
 
 _PIECE = 1 << 16
@@ -96,22 +96,22 @@ class Worker:
         surrounds the computing of a share of a step.
         """
         self._asked, self._around = asked, around
-        self.mailbox.send(HEAD, [Kind.ASK, asked()])
+        self.mailbox.send(HEAD, [MessageKind.ASK, asked()])
         while (share := self._next()) is not None:
             try:
                 self._compute(state, share)
             except (HpctrainError, OSError) as error:
                 self.problem = to_hpctrain_error(error)
-                self.mailbox.send(HEAD, [Kind.FAILED])
+                self.mailbox.send(HEAD, [MessageKind.FAILED])
         for server in range(1, self.roles.servers):
-            self.mailbox.send(server, [Kind.PAUSED])
+            self.mailbox.send(server, [MessageKind.PAUSED])
         self.mailbox.wait_for_sends()
 
     def _next(self) -> SampleShare | None:
         """What the head gives out next."""
         letter = self.mailbox.wait_for_header()
         kind, pause, step, number = letter.numbers
-        if (letter.sender, kind) != (HEAD, Kind.SHARE):
+        if (letter.sender, kind) != (HEAD, MessageKind.SHARE):
             raise RuntimeError(f"the worker expected a share of the head, got {letter}")
         return None if pause else SampleShare(int(step), int(number))
 
@@ -137,7 +137,7 @@ class Worker:
         for server, rows in enumerate(wanted):
             numbers = [] if rows is None else [torch.cat(rows).to(ROW_NUMBERS)] if rows else []
             counts = [] if rows is None else list(map(len, rows))
-            self.mailbox.send(server, [Kind.PULL, step, whole, *counts], *numbers)
+            self.mailbox.send(server, [MessageKind.PULL, step, whole, *counts], *numbers)
         dtype, device = self.engine.stage.buckets[0].dtype, self.engine.world.device
         for server, (wire, rows) in enumerate(zip(wires, wanted, strict=True)):
             length = wire.length(None if rows is None else list(map(len, rows)))

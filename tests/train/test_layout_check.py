@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.commands import restart_on_ranks
 from hpctrain.host.launcher import LAUNCHERS
 from hpctrain.parallel.tensor import ColumnLinear, RowLinear
-from hpctrain.train.check import check
+from hpctrain.train.layout_check import check
 
 DECK = """
 [run]

@@ -1,4 +1,7 @@
-"""Runs whose deck leaves the layout open. Tests of train/layout.py, and of what train/run.py makes of it."""
+"""Runs whose deck leaves the layout open.
+
+Tests of train/automatic_layout.py, and of what train/run.py makes of it.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.hook import StepDone
-from hpctrain.train.server.book import Book, SlowWorkers, histogram_text
-from hpctrain.train.server.letters import Push
+from hpctrain.train.server.server_messages import Push
+from hpctrain.train.server.update_log import SlowWorkers, UpdateLog, histogram_text
 from hpctrain.train.step import TrainState
 from hpctrain.watch.stragglers import WINDOW
 
@@ -18,8 +18,8 @@ def push(loss: float, tokens: int, finite: bool = True, seconds: float = 1.0) ->
     return Push(0, finite, finite, 2.0, tokens, seconds, False, (loss,), ())
 
 
-def book(workers: int, told: list[StepDone]) -> Book:
-    made = Book(TrainState(step=3, samples=36, tokens=100), ("loss",), workers, told.append)
+def book(workers: int, told: list[StepDone]) -> UpdateLog:
+    made = UpdateLog(TrainState(step=3, samples=36, tokens=100), ("loss",), workers, told.append)
     made.begin(5)
     return made
 
@@ -54,7 +54,7 @@ def test_an_update_of_all_pushes_is_skipped_as_a_whole() -> None:
 def test_a_step_tells_the_bytes_that_its_rank_has_moved() -> None:
     told: list[StepDone] = []
     moved = iter((100, 120, 150, 190))
-    made = Book(TrainState(), ("loss",), 1, told.append, lambda: next(moved))
+    made = UpdateLog(TrainState(), ("loss",), 1, told.append, lambda: next(moved))
     made.begin(5)
     made.enter([0], [push(8.0, 4)], [0], 1.0, 0.1, True, 12)
     made.enter([0], [push(8.0, 4)], [0], 1.0, 0.1, True, 12)

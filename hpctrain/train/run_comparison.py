@@ -34,9 +34,9 @@ from hpctrain.train.common_start import (
     require_comparable,
 )
 from hpctrain.train.compared_run import ComparedRun, figures_apart, load_run
-from hpctrain.train.divergence import Apart, Rounding, StepComparison, first_of, parameter_of
+from hpctrain.train.corpus_comparison import require_same_source
+from hpctrain.train.divergence import Rounding, StepComparison, TensorDifference, first_of, parameter_of
 from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
-from hpctrain.train.origin import require_same_source
 from hpctrain.train.recorded_losses import Recorded
 from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
 from hpctrain.train.stored_choices import computed_by, with_stored_choices
@@ -117,8 +117,8 @@ def compare(
     first = _replay(world, one, decks[0][0], start, count, lambda replay: _told(tell, "first", replay))
     rounding = Rounding.of(*(deck for deck, _ in decks))
     comparison = StepComparison(rounding, alike=False, exact=False)
-    found: list[Apart] = []
-    bits: list[Apart] = []
+    found: list[TensorDifference] = []
+    bits: list[TensorDifference] = []
 
     def beside(replay: ReplayedRun) -> bool:
         nonlocal found
@@ -249,7 +249,10 @@ def _computes_alike(one: ReplayedRun, other: ReplayedRun) -> bool:
 
 
 def _told(
-    tell: Callable[[Sequence[str]], None], name: str, replay: ReplayedRun, differs: Apart | None = None
+    tell: Callable[[Sequence[str]], None],
+    name: str,
+    replay: ReplayedRun,
+    differs: TensorDifference | None = None,
 ) -> bool:
     """Tell of a step that was replayed; the replay goes on."""
     prints = replay.steps[-1]
@@ -287,7 +290,7 @@ def _departure(world: World, replay: ReplayedRun, quiet: Set[str]) -> Departure:
         largest = max(largest, gap)
         if gap > allowed and step is None:
             step, known, here = prints.step, recorded, replayed
-    exact, wrong, compared, behind = not replay.reasons, list[Apart](), 0, None
+    exact, wrong, compared, behind = not replay.reasons, list[TensorDifference](), 0, None
     for prints in replay.steps:
         if prints.step not in run.stored or wrong:
             continue

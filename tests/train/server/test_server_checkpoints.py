@@ -11,8 +11,8 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.server.checkpoints import ServedCheckpoints
-from hpctrain.train.server.trainer import ServedTrainer
+from hpctrain.train.server.server_checkpoints import ServedCheckpoints
+from hpctrain.train.server.server_trainer import ServedTrainer
 from hpctrain.train.step import StepResult
 from tests.engines import trainer
 from tests.train.server.served import part_of, plain, served, served_deck, values

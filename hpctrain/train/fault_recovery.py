@@ -1,4 +1,4 @@
-"""Healing: what a run does about silent faults that its guard has found."""
+"""FaultRecovery: what a run does about silent faults that its guard has found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.files import add_lines, strict_json
 from hpctrain.report.marks import FAULTS_FILE
 from hpctrain.text import counted
 from hpctrain.train.control import StepDecision
-from hpctrain.train.way_back import WayBack
+from hpctrain.train.rollback import Rollback
 from hpctrain.watch.status import MOST_OF_A_RANK, now_text
 
 MOST = 20
@@ -24,12 +24,12 @@ TOLD, WRITTEN = 10, 1000
 """Of what is found at once, at most: in the log, and in the file."""
 
 
-class Healing:
+class FaultRecovery:
     """Has what was found wrong be right again: the step is made again, by the state that it began from, or by
     the newest good one before that. What was found goes into the log, the status, and a file of the run.
     """
 
-    def __init__(self, way: WayBack, folder: Path) -> None:
+    def __init__(self, way: Rollback, folder: Path) -> None:
         self.way, self.path = way, folder / FAULTS_FILE
         self.found = 0
         self._of_rank: Counter[int] = Counter()

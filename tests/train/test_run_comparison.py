@@ -1,7 +1,7 @@
 """Runs that are compared: what is recorded of both, where they part, and which of them had a fault.
 
-Tests of train/compare.py, train/compared_run.py, train/common_start.py, train/verdict.py, report/runs.py and
-checkpoint/file_fingerprints.py.
+Tests of train/run_comparison.py, train/compared_run.py, train/common_start.py, train/verdict.py,
+report/runs.py and checkpoint/file_fingerprints.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.fault_checks.spikes import Spike
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import compared_run
-from hpctrain.train.compare import compare
-from hpctrain.train.origin import SOURCE
+from hpctrain.train.corpus_comparison import SOURCE
 from hpctrain.train.run import resume, run_deck
+from hpctrain.train.run_comparison import compare
 from hpctrain.train.trainer import Trainer
 from tests.data.chats import write_rows
 from tests.post import policies
 from tests.train.planted import flip, found
 from tests.train.poisoned import BACK, Poison, make_deck, train
-from tests.train.test_going_back import AT, SHORT
 from tests.train.test_replay import files
 from tests.train.test_run import write_deck
+from tests.train.test_spike_response import AT, SHORT
 
 Runs = Callable[..., Path]
 

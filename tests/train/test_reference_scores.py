@@ -1,6 +1,6 @@
 """Preferences are learned alike on every layout, beginning at ln 2; what was stored is what is read.
 
-Tests of train/reference.py and, through the run's own step, of objective/dpo.py.
+Tests of train/reference_scores.py and, through the run's own step, of objective/dpo.py.
 What `hpctrain evaluate` finds of pairs is tested here, too.
 """
 
@@ -28,7 +28,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as evaluate_module
-from hpctrain.train.reference import bring_references, with_reference
+from hpctrain.train.reference_scores import bring_references, with_reference
 from hpctrain.train.replay import engine_of
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows

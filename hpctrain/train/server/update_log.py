@@ -12,12 +12,12 @@ from statistics import fmean, median
 
 from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.hook import StepDone
-from hpctrain.train.server.letters import Push
+from hpctrain.train.server.server_messages import Push
 from hpctrain.train.step import StepResult, TrainState
 from hpctrain.watch.stragglers import WINDOW, Straggler, find_stragglers, warn_of
 
 
-class Book:
+class UpdateLog:
     """Advances `state` by the pushes that are applied: as many as there are `workers` are a step.
 
     `names` are those of the figures, `moved` tells the bytes that this rank has sent and received, `tell`
@@ -123,7 +123,9 @@ class Book:
 class SlowWorkers:
     """Finds workers whose shares take longer than the others', by what pushes say; only the head does."""
 
-    def __init__(self, book: Book | None, roles: ServerRoles, hosts: Sequence[str], factor: float) -> None:
+    def __init__(
+        self, book: UpdateLog | None, roles: ServerRoles, hosts: Sequence[str], factor: float
+    ) -> None:
         """Named are workers above `factor` times the median; 0: never."""
         self._book, self._roles, self._hosts, self._factor = book, roles, hosts, factor
         self._steps = 0

@@ -17,14 +17,14 @@ from hpctrain.watch.folder import take_folder
 
 
 @dataclass(frozen=True)
-class Taken:
+class MirrorRecovery:
     """Whether a run had mirrors, and what came of them, in words."""
 
     mirrored: bool = False
     sentences: tuple[str, ...] = ()
 
 
-def take_mirror(world: World, folder: Path) -> Taken:
+def take_mirror(world: World, folder: Path) -> MirrorRecovery:
     """Write as a checkpoint what nodes hold in memory of the run in this folder, where that is newer than the
     newest good one on the disk; what was mirrored is deleted then. Collective.
 
@@ -33,7 +33,7 @@ def take_mirror(world: World, folder: Path) -> Taken:
     """
     token = world.everyone.broadcast_object(read_token(folder) if world.rank == 0 else None)
     if token is None:
-        return Taken()
+        return MirrorRecovery()
     with world.agreement():
         # Of a job that lives the mirrors are not ours to take, nor are its temporary files.
         lock = take_folder(folder) if world.rank == 0 else None
@@ -60,7 +60,7 @@ def take_mirror(world: World, folder: Path) -> Taken:
     finally:
         if lock is not None:
             lock.close()
-    return Taken(True, tuple(sentences))
+    return MirrorRecovery(True, tuple(sentences))
 
 
 def forget_mirrors(world: World, folder: Path) -> None:

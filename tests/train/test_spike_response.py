@@ -1,6 +1,6 @@
 """What a run does about spikes: updates left out, and ways back, beside runs that never met them.
 
-Tests of train/going_back.py, checkpoint/snapshots.py and what fault_checks/spikes.py tells of whole runs.
+Tests of train/spike_response.py, checkpoint/snapshots.py and what fault_checks/spikes.py tells of whole runs.
 """
 
 from __future__ import annotations

@@ -49,10 +49,13 @@ from hpctrain.model.precision import DOUBLE_FP8
 from hpctrain.parallel.fp8.quantization_loss import is_count
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.shards import Shard
-from hpctrain.train.difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
+from hpctrain.train.layout_difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.layout_state import StatePiece, residuals, spread_positions, state_pieces
-from hpctrain.train.miniature import (
+from hpctrain.train.module_probe import ProbeFinding, probe, shared_memory
+from hpctrain.train.outputs import in_order_of, outputs_of
+from hpctrain.train.plain_torch_step import bare_module, call_in, losses_of, plain_figures, plain_module
+from hpctrain.train.scaled_down_deck import (
     MICRO_SIZE,
     batch_of,
     has_residuals,
@@ -60,9 +63,6 @@ from hpctrain.train.miniature import (
     with_fp8_products,
     with_outer_steps,
 )
-from hpctrain.train.outputs import in_order_of, outputs_of
-from hpctrain.train.plain import bare_module, call_in, losses_of, plain_figures, plain_module
-from hpctrain.train.probe import ProbeFinding, probe, shared_memory
 from hpctrain.train.trainer import Trainer
 
 _WATCHED = 4  # data ranks whose outputs are compared

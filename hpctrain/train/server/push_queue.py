@@ -13,26 +13,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Parcel = TypeVar("Parcel")
+Payload = TypeVar("Payload")
 
 
 @dataclass(frozen=True)
-class Pushed(Generic[Parcel]):
+class QueuedPush(Generic[Payload]):
     """What one worker has pushed, and how stale it is."""
 
     worker: int
-    parcel: Parcel
+    payload: Payload
     staleness: int
 
 
-class Intake(Generic[Parcel]):
+class PushQueue(Generic[Payload]):
     """Keeps what cannot be applied yet: at most `bound` parcels."""
 
     def __init__(self, workers: int, distance: int | None, version: int = 0) -> None:
         self.workers, self.distance, self.version = workers, distance, version
         self._pulled = [version] * workers
         self._waiting: dict[int, int] = {}
-        self._kept: dict[int, dict[int, Parcel]] = {}
+        self._kept: dict[int, dict[int, Payload]] = {}
         self._stale: dict[tuple[int, int], int] = {}
 
     @property
@@ -45,25 +45,25 @@ class Intake(Generic[Parcel]):
         """How many are kept now."""
         return sum(map(len, self._kept.values()))
 
-    def push(self, worker: int, step: int, parcel: Parcel) -> Iterator[list[Pushed[Parcel]]]:
+    def push(self, worker: int, step: int, payload: Payload) -> Iterator[list[QueuedPush[Payload]]]:
         """A push of a step; what is to be applied now, as one update each, which the caller has to have done
         when it asks for the next.
         """
         if self.distance is None:
-            yield [Pushed(worker, parcel, self.version - self._pulled[worker])]
+            yield [QueuedPush(worker, payload, self.version - self._pulled[worker])]
             return
         if not self.version <= step <= self.version + self.distance:
             raise RuntimeError(f"worker {worker} pushed step {step} to parameters of step {self.version}")
         of_step = self._kept.setdefault(step, {})
         if worker in of_step:
             raise RuntimeError(f"worker {worker} pushed step {step} twice")
-        of_step[worker] = parcel
+        of_step[worker] = payload
         self._stale[worker, step] = step - self._pulled[worker]
         if self.kept > self.bound:
             raise RuntimeError(f"{self.kept} pushes are waiting, but at most {self.bound} may")
         while len(self._kept.get(self.version, ())) == self.workers:
             done, now = self._kept.pop(self.version), self.version
-            yield [Pushed(each, done[each], self._stale.pop((each, now))) for each in sorted(done)]
+            yield [QueuedPush(each, done[each], self._stale.pop((each, now))) for each in sorted(done)]
 
     def applied(self) -> None:
         """What `push` gave was applied, or, of a step, is skipped: there is another version."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.modules.module_call import make_call
 from hpctrain.objective.objective import Losses, LossFunction
-from hpctrain.train.probe import probe
+from hpctrain.train.module_probe import probe
 
 WIDTH = 6
 

@@ -1,6 +1,6 @@
 """What servers make of pushes: corrections of stale ones, what is not finite, what is sent and kept.
 
-Tests of train/server/serve.py, train/server/work.py and train/server/letters.py.
+Tests of train/server/server_loop.py, train/server/worker_loop.py and train/server/server_messages.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.plan.server_plan import served_bytes
 from hpctrain.train.hook import Hook
-from hpctrain.train.server.intake import Pushed
-from hpctrain.train.server.letters import Push
-from hpctrain.train.server.serve import Parcel, Server
-from hpctrain.train.server.trainer import ServedTrainer
-from hpctrain.train.server.turns import SampleShare
+from hpctrain.train.server.push_queue import QueuedPush
+from hpctrain.train.server.server_loop import ReceivedPush, Server
+from hpctrain.train.server.server_messages import Push
+from hpctrain.train.server.server_trainer import ServedTrainer
+from hpctrain.train.server.share_assignment import SampleShare
 from hpctrain.train.step import ReadBatches, TrainState
 from tests.train.server.served import served, served_deck, values
 
@@ -161,20 +161,20 @@ def test_stale_pushes_are_corrected_as_the_papers_say(
             if len(computed_with) == 6:
                 six_pushed.touch()
 
-        def applied(pushed: Sequence[Pushed[Parcel]]) -> None:
+        def applied(pushed: Sequence[QueuedPush[ReceivedPush]]) -> None:
             before = torch.cat(server._masters)
-            of_step = pushed[0].parcel.push.step
+            of_step = pushed[0].payload.push.step
             step = server._first + server._pushes // 3 if mode == "async" else of_step
             rate = training.engine.control.learning_rate.at(step, 4)
-            tokens = sum(each.parcel.push.tokens for each in pushed)
+            tokens = sum(each.payload.push.tokens for each in pushed)
             change = torch.zeros_like(before)
             for each in pushed:
-                assert each.parcel.gradients is not None
-                gradient, share = each.parcel.gradients.clone(), each.parcel.push.tokens / tokens
+                assert each.payload.gradients is not None
+                gradient, share = each.payload.gradients.clone(), each.payload.push.tokens / tokens
                 if correction == "scale":
                     gradient /= max(1, each.staleness)
                 if correction == "compensate":
-                    drift = before - computed_with[each.parcel.push]
+                    drift = before - computed_with[each.payload.push]
                     gradient += share * 500.0 * (gradient / share) ** 2 * drift
                     assert bool(drift.any()) == (each.staleness > 0)
                 change += gradient
@@ -253,7 +253,7 @@ def test_rows_that_travel_alone_change_no_bit(world: World, monkeypatch: pytest.
     after = values(sparse)
     if sparse.worker is not None:
         assert all(wire.tables for wire in sparse.worker.wires)
-    monkeypatch.setattr("hpctrain.train.server.wire.looked_up", lambda _: {})
+    monkeypatch.setattr("hpctrain.train.server.wire_format.looked_up", lambda _: {})
     dense = served(world, deck)
     assert [dense.train_step().figures for _ in range(3)] == [result.figures for result in results]
     assert all(torch.equal(after[name], each) for name, each in values(dense).items())
@@ -274,7 +274,7 @@ def test_a_slow_worker_slows_itself_alone(
     if training.server is not None:
         server, apply = training.server, training.server._apply
 
-        def applied(pushed: Sequence[Pushed[Parcel]]) -> None:
+        def applied(pushed: Sequence[QueuedPush[ReceivedPush]]) -> None:
             apply(pushed)
             if server._pushes == 3 * count - 1:
                 done.touch()

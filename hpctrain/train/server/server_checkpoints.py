@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.server.letters import HEAD
+from hpctrain.train.server.server_messages import HEAD
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import TrainState
 

@@ -18,8 +18,8 @@ from hpctrain.text import counted
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.mirror_recovery import forget_mirrors
 from hpctrain.train.step import TrainState
-from hpctrain.train.taken import forget_mirrors
 from hpctrain.units import format_bytes
 
 

@@ -11,7 +11,7 @@ HEAD = 0
 """The first server: it gives out shares, sees every push, and tells of the run, as rank 0 of any run does."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a letter is: its first number."""
 
     ASK = 0  # worker to head: work, please; was anything asked of this rank
@@ -46,7 +46,7 @@ class Push:
     def numbers(self) -> list[float]:
         """As a letter has them."""
         fixed = (
-            Kind.PUSH,
+            MessageKind.PUSH,
             self.step,
             self.sent,
             self.finite,

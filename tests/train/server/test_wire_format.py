@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.train.server.wire import ServedRange, WireFormat, looked_up
+from hpctrain.train.server.wire_format import ServedRange, WireFormat, looked_up
 from tests.engines import small_deck, trainer
 
 ROWS, ROW = 9, 5
