@@ -13,7 +13,7 @@ from hpctrain.fault_checks.fingerprint import Fingerprint
 from hpctrain.sharding.state import MODEL
 from hpctrain.train.compared_run import ComparedRun, part_at
 from hpctrain.train.corpus_comparison import CORPUS
-from hpctrain.train.divergence import Rounding, StepComparison, TensorDifference
+from hpctrain.train.divergence import Rounding, StepComparison, StepDifference
 from hpctrain.train.fingerprints import Print, StepPrints
 from hpctrain.train.replay import ROUNDING
 
@@ -121,7 +121,7 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
     )
 
 
-def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int) -> list[TensorDifference]:
+def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int) -> list[StepDifference]:
     """What differs in the checkpoints of both after a step. Collective."""
     prints = [file_prints(world, run.stored[step], step, "start") for run in (one, other)]
     alike = recorded_alike(one, other)

@@ -66,7 +66,7 @@ _WEIGHTS = re.compile(r"/(replicas\.)?(model|master|optimizer/[^/]+|computed)/")
 
 
 @dataclass(frozen=True)
-class TensorDifference:
+class StepDifference:
     """How far apart a tensor is in two steps: the length of the difference over that of the tensor, infinite
     where one of them is not finite or is of other samples; what of that is rounding; whether the bits are
     the same, and on which ranks they are not, where ranks are comparable.
@@ -104,7 +104,7 @@ class StepComparison:
     exact: bool
     quiet: set[str] = field(default_factory=set)
 
-    def of(self, one: StepPrints, other: StepPrints) -> list[TensorDifference]:
+    def of(self, one: StepPrints, other: StepPrints) -> list[StepDifference]:
         """All that both steps have, in the order of the step."""
         assert one.step == other.step
         theirs, scales = other.by_key(), _Scales(one)
@@ -119,7 +119,7 @@ class StepComparison:
         level = max((size for mine, _, size in known if self._is_weight(mine)), default=0.0)
         return [self._apart(one.step, mine, their, size, level) for mine, their, size in known]
 
-    def first(self, found: Sequence[TensorDifference]) -> TensorDifference | None:
+    def first(self, found: Sequence[StepDifference]) -> StepDifference | None:
         """The first that differs, by bits or beyond rounding, whichever tells here."""
         return first_of(found, bits=self.exact)
 
@@ -131,7 +131,7 @@ class StepComparison:
     def _is_quiet(self, each: Print) -> bool:
         return not self.exact and each.name.startswith("/") and parameter_of(each.name) in self.quiet
 
-    def _apart(self, step: int, mine: Print, their: Print, size: float, level: float) -> TensorDifference:
+    def _apart(self, step: int, mine: Print, their: Print, size: float, level: float) -> StepDifference:
         ranks = range(len(mine.bits)) if self.alike else ()
         differing = tuple(rank for rank in ranks if mine.bits[rank] != their.bits[rank])
         if self.alike:
@@ -151,10 +151,10 @@ class StepComparison:
             base = {"forward": rounding.activations, "update": rounding.weights}
             allowed = max(base.get(mine.phase, rounding.gradients), GROWTH * level)
             allowed = inf if self._is_quiet(mine) else allowed
-        return TensorDifference(step, mine.phase, mine.name, size, allowed, equal, differing)
+        return StepDifference(step, mine.phase, mine.name, size, allowed, equal, differing)
 
 
-def first_of(found: Sequence[TensorDifference], bits: bool) -> TensorDifference | None:
+def first_of(found: Sequence[StepDifference], bits: bool) -> StepDifference | None:
     """The first that differs: in `bits`, or beyond rounding."""
     differing = (each for each in found if (not each.equal if bits else each.beyond))
     return next(differing, None)

@@ -35,7 +35,7 @@ from hpctrain.train.common_start import (
 )
 from hpctrain.train.compared_run import ComparedRun, figures_apart, load_run
 from hpctrain.train.corpus_comparison import require_same_source
-from hpctrain.train.divergence import Rounding, StepComparison, TensorDifference, first_of, parameter_of
+from hpctrain.train.divergence import Rounding, StepComparison, StepDifference, first_of, parameter_of
 from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
 from hpctrain.train.recorded_losses import Recorded
 from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
@@ -117,8 +117,8 @@ def compare(
     first = _replay(world, one, decks[0][0], start, count, lambda replay: _told(tell, "first", replay))
     rounding = Rounding.of(*(deck for deck, _ in decks))
     comparison = StepComparison(rounding, alike=False, exact=False)
-    found: list[TensorDifference] = []
-    bits: list[TensorDifference] = []
+    found: list[StepDifference] = []
+    bits: list[StepDifference] = []
 
     def beside(replay: ReplayedRun) -> bool:
         nonlocal found
@@ -252,7 +252,7 @@ def _told(
     tell: Callable[[Sequence[str]], None],
     name: str,
     replay: ReplayedRun,
-    differs: TensorDifference | None = None,
+    differs: StepDifference | None = None,
 ) -> bool:
     """Tell of a step that was replayed; the replay goes on."""
     prints = replay.steps[-1]
@@ -290,7 +290,7 @@ def _departure(world: World, replay: ReplayedRun, quiet: Set[str]) -> Departure:
         largest = max(largest, gap)
         if gap > allowed and step is None:
             step, known, here = prints.step, recorded, replayed
-    exact, wrong, compared, behind = not replay.reasons, list[TensorDifference](), 0, None
+    exact, wrong, compared, behind = not replay.reasons, list[StepDifference](), 0, None
     for prints in replay.steps:
         if prints.step not in run.stored or wrong:
             continue

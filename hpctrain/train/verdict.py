@@ -11,7 +11,7 @@ from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.text import counted, fitted, ranges, table
 from hpctrain.train.common_start import CommonStart
 from hpctrain.train.compared_run import ComparedRun, figures_apart
-from hpctrain.train.divergence import Rounding, TensorDifference, changed_between, first_of, unsummed
+from hpctrain.train.divergence import Rounding, StepDifference, changed_between, first_of, unsummed
 from hpctrain.train.fingerprints import LOSS, NORM, PHASES, RATE, StepPrints
 from hpctrain.train.replay import ROUNDING
 
@@ -39,7 +39,7 @@ class Departure:
     replayed: RecordedLoss | None
     largest: float
     reasons: Sequence[str]
-    wrong: Sequence[TensorDifference]
+    wrong: Sequence[StepDifference]
     compared: int
     behind: int | None
 
@@ -61,9 +61,9 @@ class ComparisonResult:
     start: CommonStart
     first: Sequence[StepPrints]
     second: Sequence[StepPrints]
-    apart: Sequence[TensorDifference]
+    apart: Sequence[StepDifference]
     exact: bool
-    bits: Sequence[TensorDifference]
+    bits: Sequence[StepDifference]
     departures: Sequence[Departure]
     rounding: Rounding
 
@@ -83,7 +83,7 @@ def recorded_sentence(one: ComparedRun, other: ComparedRun, parts: int | None, a
     return f"Recorded losses and gradient norms {until}step {parts} is the first that differs, {by}."
 
 
-def phase_table(apart: Sequence[TensorDifference], alike: bool, width: int | None) -> list[str]:
+def phase_table(apart: Sequence[StepDifference], alike: bool, width: int | None) -> list[str]:
     """Of each phase of a step how many tensors were compared, and how many differ, and which one first."""
     rows = [("phase", "tensors", "other bits", "above rounding", "first", "difference", "rounding")]
     for phase in PHASES:
@@ -194,11 +194,11 @@ def _parted(found: ComparisonResult) -> list[str]:
     return lines
 
 
-def _measure(each: TensorDifference) -> str:
+def _measure(each: StepDifference) -> str:
     return "value" if each.name in (LOSS, NORM, RATE) else "norm"
 
 
-def _on(first: TensorDifference, ranks: int) -> str:
+def _on(first: StepDifference, ranks: int) -> str:
     """On which ranks, where it is not on all."""
     if not first.ranks or len(first.ranks) == ranks:
         return ""
@@ -211,7 +211,7 @@ def _other_samples(found: ComparisonResult) -> list[int]:
     return sorted(number for number in one.keys() & other.keys() if one[number] != other[number])
 
 
-def _hints(found: ComparisonResult, first: TensorDifference) -> list[str]:
+def _hints(found: ComparisonResult, first: StepDifference) -> list[str]:
     """What tells which of the two runs is wrong."""
     number = len(found.second) - 1
     one, other = found.first[number], found.second[number]

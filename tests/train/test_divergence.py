@@ -15,7 +15,7 @@ from hpctrain.train.divergence import (
     ROUNDING,
     Rounding,
     StepComparison,
-    TensorDifference,
+    StepDifference,
     changed_between,
     unsummed,
 )
@@ -139,7 +139,7 @@ def steps_of(
     return taken
 
 
-def parted(one: Sequence[StepPrints], other: Sequence[StepPrints], alike: bool) -> TensorDifference | None:
+def parted(one: Sequence[StepPrints], other: Sequence[StepPrints], alike: bool) -> StepDifference | None:
     """The first that differs; of one layout in bits."""
     comparison = StepComparison(ROUNDING["fp32"], alike, alike)
     for mine, theirs in zip(one, other, strict=True):
