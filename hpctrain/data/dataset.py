@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.data.items import Fields, FieldSpec, Forms, batch_tensors, stack
 from hpctrain.data.items import item_tensors as tensors_of
-from hpctrain.data.seeded import as_before, seed_by
+from hpctrain.data.seeded import restored_generators, seed_by
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import call_function, import_function, run_user_code
 from hpctrain.errors import HpctrainError
@@ -72,7 +72,7 @@ class UserDataset:
     def __init__(self, name: DatasetSpec) -> None:
         self.name, self.title = name, name.title
         arguments = json.loads(name.arguments)
-        with as_before():
+        with restored_generators():
             seed_by(name.seed)
             made = call_function(import_function(name.code), arguments, self.title, "data.arguments")
         for method, what in (("__len__", "len()"), ("__getitem__", "indexing")):
@@ -91,7 +91,7 @@ class UserDataset:
     @cached_property
     def first(self) -> Forms:
         """The forms of its first item, which all have that are stacked."""
-        with as_before():
+        with restored_generators():
             item = tensors_of(self._item(0, 0), f"{self.title}: item 0")
         return {name: FieldSpec.of(value) for name, value in item.items()}
 
@@ -105,7 +105,7 @@ class UserDataset:
 
     def batch(self, indices: Sequence[int], epochs: Sequence[int]) -> Fields:
         """A batch of items, each as it is in an epoch: the same whoever asks, and wherever."""
-        with as_before():
+        with restored_generators():
             items = [self._item(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
             if self._collate is None:
                 return stack(items, indices, self.first, self.title)
@@ -124,7 +124,7 @@ class UserDataset:
         """
         some = sorted({number * (self.count - 1) // (_EXAMPLES - 1) for number in range(_EXAMPLES)})
         total = 0
-        with as_before():
+        with restored_generators():
             for index in some:
                 seed_by(0, index)
                 with run_user_code(f"{self.title}: item {index} fails"):

@@ -1,4 +1,4 @@
-"""Where documents begin in sequences that several are packed in, so that attention may stay within each."""
+"""Boundaries of documents in packed sequences, so that attention can stay within a document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class DocumentSpan(NamedTuple):
-    """Places `begin` to `end` (exclusive) of a row: a document, or what of it lies in the row's window."""
+    """Positions `begin` to `end` (exclusive) of a row that belong to one document."""
 
     row: int
     begin: int
@@ -21,18 +21,25 @@ class DocumentSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Those of a micro-batch's rows, which every rank knows whole: attention on a piece of a sequence asks
-    for all of it. They stay on the host, so that nothing waits for a device to learn where they begin.
+    """Documents in the rows of a micro-batch.
 
-    `places`, int64 [b, s]: of every token its place in its document.
+    Every rank has those of the complete rows, since attention on a piece of a sequence needs them. They are
+    on the host, so reading them does not wait for a device.
+
+    Attributes:
+        places: Position of every token in its document, int64 [b, s].
     """
 
     places: Tensor
 
     @staticmethod
     def of(tokens: Tensor, end_of_document: int, samples: int | None = None) -> Documents:
-        """Of tokens [b, s], of which one ends each document and belongs to it. Rows behind the `samples`
-        (None: all are) are a document each.
+        """Return the documents in `tokens`.
+
+        Args:
+            tokens: Token ids, [b, s].
+            end_of_document: Token that ends each document and belongs to it.
+            samples: Number of rows that are samples. Each later row is one document. None if all are samples.
         """
         begins = torch.zeros_like(tokens, dtype=torch.bool)
         begins[:samples, 1:] = tokens[:samples, :-1] == end_of_document
@@ -41,12 +48,14 @@ class Documents:
 
     @cached_property
     def pieces(self) -> list[DocumentSpan]:
-        """All of them, row by row."""
+        """All documents, row by row."""
         length = self.places.shape[1]
-        found = [DocumentSpan(row, begin, length) for row, begin in (self.places == 0).nonzero().tolist()]
-        ends = [behind.begin if behind.row == piece.row else length for piece, behind in pairwise(found)]
-        return [piece._replace(end=end) for piece, end in zip(found, [*ends, length], strict=True)]
+        spans = [DocumentSpan(row, begin, length) for row, begin in (self.places == 0).nonzero().tolist()]
+        ends = [
+            following.begin if following.row == each.row else length for each, following in pairwise(spans)
+        ]
+        return [each._replace(end=end) for each, end in zip(spans, [*ends, length], strict=True)]
 
     def at(self, positions: Tensor) -> Tensor:
-        """The places [n, b] of the tokens at `positions` [n] of all rows, on the device of these."""
+        """Return the places of the tokens at `positions` [n] of all rows, [n, b], on the device of these."""
         return self.places.to(positions.device, non_blocking=True).t()[positions]

@@ -1,14 +1,15 @@
-"""From which of several sources each sample of a run comes: shares hold to less than a sample, always.
+"""Interleaving of several sources by their shares, with an error below one sample at any length.
 
-Of n samples, whatever n, source s has either floor or ceil of w n, where w is its share. Its j-th sample,
-from 1, has to be one of those numbered floor((j-1)/w) to ceil(j/w)-1, from 0, and among all that may come the
-one comes that has to soonest: as one processor serves periodic tasks, which it can where the shares add up to
-one (Baruah et al., "Proportionate progress", Algorithmica 1996). Where two have to come at once, words of the
-seed decide, so that ranks that take samples in turns do not have a source each.
+Of the first n samples, for any n, a source with share w provides floor(w n) or ceil(w n). Its j-th sample (j
+>= 1) has a number from floor((j-1)/w) to ceil(j/w) - 1, counted from 0: its earliest number and its deadline.
+Among the sources whose next sample is not too early, the one with the first deadline is chosen. In the same
+way one processor serves periodic tasks, which is possible if the shares add up to one (Baruah et al.,
+"Proportionate progress", Algorithmica 1996). If two deadlines are equal, random numbers of the seed decide.
+Otherwise ranks that take samples in turns could get one source each.
 
-What has come before a sample follows from the shares and its number alone, without all that came before: no
-sample waits longer than 1/w, so that what was to come by then has come, and from any state that long before
-the same choices follow. So each block of samples begins that far back, or where the one before it ends.
+The choices at a number follow from the shares and the number alone. No sample waits longer than 1/w, so a
+computation that starts that much earlier, from any valid state, makes the same choices. Therefore each block
+of samples is computed from so far back, or from the end of the previous block.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ from hpctrain.data.order import Integers
 from hpctrain.splitmix import GOLDEN
 
 _BLOCK = 1024
-_KEPT = 16
-"""Blocks that are kept: those of a step, and of the next, which is read ahead."""
+_CACHED_BLOCKS = 16
+"""Number of blocks in the cache. A step and the next one, which is loaded ahead, need several."""
 _MASK = (1 << 64) - 1
 
 
 class InterleavedSamples(NamedTuple):
-    """Of `_BLOCK` samples in a row the source, and which sample of it that is; and how many each source has
-    had before them, and with them.
+    """Sources of `_BLOCK` consecutive samples.
+
+    Attributes:
+        source: Number of the source of each sample, int64 [_BLOCK].
+        nth: Number of the sample among those of its source, from 0, int64 [_BLOCK].
+        before: Number of samples of each source before the block.
+        after: Number of samples of each source before the end of the block.
     """
 
     source: Integers
@@ -42,20 +48,24 @@ class InterleavedSamples(NamedTuple):
 
 
 class Interleaving:
-    """The sources, by number, of samples numbered from 0, with these shares (which are above 0 and add up to
-    one), as `seed` decides where either may come.
-    """
+    """Source of each sample, by number, for sources with given shares."""
 
     def __init__(self, shares: Sequence[Fraction], seed: int) -> None:
+        """Interleave sources.
+
+        Args:
+            shares: Share of each source, above 0. They add up to one.
+            seed: Seed that decides between samples with the same deadline.
+        """
         assert shares and sum(shares) == 1 and min(shares) > 0, shares
-        self.whole = lcm(*(share.denominator for share in shares))
-        self.shares = [share.numerator * (self.whole // share.denominator) for share in shares]
+        self.period = lcm(*(share.denominator for share in shares))
+        self.shares = [share.numerator * (self.period // share.denominator) for share in shares]
         self.seed = seed * GOLDEN & _MASK
         self.back = ceil(1 / min(shares)) + 3
         self._blocks: dict[int, InterleavedSamples] = {}
 
     def at(self, places: Integers) -> tuple[Integers, Integers]:
-        """Of the samples at these places the sources, and how many samples of that source come before."""
+        """Return the source of each sample at `places` [n], and how many samples of it come before."""
         source, nth = np.empty_like(places), np.empty_like(places)
         numbers = places // _BLOCK
         for number in np.unique(numbers).tolist():
@@ -65,7 +75,7 @@ class Interleaving:
         return source, nth
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first so many samples come from each source."""
+        """Return how many of the first `samples` samples come from each source."""
         number, inside = divmod(samples, _BLOCK)
         block = self._block(number)
         more = np.bincount(block.source[:inside], minlength=len(self.shares))
@@ -76,7 +86,7 @@ class Interleaving:
         if known is None:
             first = number * _BLOCK
             before = self._blocks.get(number - 1)
-            counts = list(before.after) if before is not None else self._reached(first)
+            counts = list(before.after) if before is not None else self._counts_from_earlier(first)
             start = list(counts)
             source = self._choose(first, _BLOCK, counts)
             nth = np.empty(_BLOCK, np.int64)
@@ -85,49 +95,53 @@ class Interleaving:
                 nth[here] = np.arange(begin, begin + np.count_nonzero(here))
             known = InterleavedSamples(source, nth, start, counts)
         self._blocks[number] = known  # the newest is the last
-        while len(self._blocks) > _KEPT:
+        while len(self._blocks) > _CACHED_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
         return known
 
-    def _reached(self, samples: int) -> list[int]:
-        """How many of the first so many samples each source has."""
+    def _counts_from_earlier(self, samples: int) -> list[int]:
+        """Return the result of `counts`, computed without a block."""
         first = max(0, samples - self.back)
-        exact = [Fraction(share * first, self.whole) for share in self.shares]
+        exact = [Fraction(share * first, self.period) for share in self.shares]
         counts = [floor(each) for each in exact]
-        begun = [self._urgency(each, count) for each, count in enumerate(counts) if exact[each] != count]
-        for _, _, each in sorted(begun)[: first - sum(counts)]:
+        early = [self._priority(each, count) for each, count in enumerate(counts) if exact[each] != count]
+        for _, _, each in sorted(early)[: first - sum(counts)]:
             counts[each] += 1
         self._choose(first, samples - first, counts)
         return counts
 
     def _choose(self, first: int, samples: int, counts: list[int]) -> Integers:
-        """The sources of so many samples from `first` on, before which each had `counts`, which goes on."""
+        """Return the sources of `samples` samples from `first` on, int64 [samples].
+
+        Args:
+            first: Number of the first sample.
+            samples: Number of samples.
+            counts: Number of earlier samples of each source, which is updated in place.
+        """
         source = np.empty(samples, np.int64)
-        waiting = [(self._first(each, count), each) for each, count in enumerate(counts)]
+        waiting = [(self._earliest(each, count), each) for each, count in enumerate(counts)]
         heapify(waiting)
         ready: list[tuple[int, int, int]] = []
         for place in range(samples):
             while waiting and waiting[0][0] <= first + place:
                 _, each = heappop(waiting)
-                heappush(ready, self._urgency(each, counts[each]))
+                heappush(ready, self._priority(each, counts[each]))
             _, _, each = heappop(ready)
             source[place] = each
             counts[each] += 1
-            heappush(waiting, (self._first(each, counts[each]), each))
+            heappush(waiting, (self._earliest(each, counts[each]), each))
         return source
 
-    def _first(self, source: int, count: int) -> int:
-        """The number of the first sample that may be the next of a source that has had `count`."""
-        return count * self.whole // self.shares[source]
+    def _earliest(self, source: int, count: int) -> int:
+        """Return the earliest number of the next sample of a source that has provided `count`."""
+        return count * self.period // self.shares[source]
 
-    def _urgency(self, source: int, count: int) -> tuple[int, int, int]:
-        """By what of two sources' next samples one comes first: when it has to have come, then a word of the
-        seed.
-        """
-        return -(-(count + 1) * self.whole // self.shares[source]), self._word(source, count), source
+    def _priority(self, source: int, count: int) -> tuple[int, int, int]:
+        """Return the sort key of a source's next sample: deadline, random number and source."""
+        return -(-(count + 1) * self.period // self.shares[source]), self._random(source, count), source
 
-    def _word(self, source: int, count: int) -> int:
-        """SplitMix64's finalizer of a sample of a source."""
+    def _random(self, source: int, count: int) -> int:
+        """Return a 64-bit random number for a sample of a source (the finalizer of SplitMix64)."""
         word = (self.seed ^ (count * GOLDEN + source * 0xD1B54A32D192ED03)) & _MASK
         word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _MASK
         word = (word ^ word >> 27) * 0x94D049BB133111EB & _MASK

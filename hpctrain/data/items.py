@@ -1,4 +1,4 @@
-"""From the items of a user's dataset to one batch: tensors by name, each with a row for every item."""
+"""Batches of the items of a user's dataset: tensors by name, each with a row for every item."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ Fields = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Format and shape of one name's values, of one row."""
+    """Type and shape of one field of an item, or of one row of a batch."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @staticmethod
     def of(value: Tensor) -> FieldSpec:
-        """That of a row."""
+        """Return the type and shape of the value of one row."""
         return FieldSpec(value.dtype, tuple(value.shape))
 
     def __str__(self) -> str:
-        """Such as `float32 [3, 32, 32]`."""
+        """Return a text such as `float32 [3, 32, 32]`."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 Forms = Mapping[str, FieldSpec]
+"""Type and shape of every field, by name."""
 
 
 def item_tensors(item: Any, where: str) -> Fields:
-    """The tensors of an item, which `where` names; UserCodeError where it is no dict of arrays."""
+    """Return the fields of an item as tensors.
+
+    Raises:
+        UserCodeError: The item is not a dict of arrays. The message begins with `where`.
+    """
     if not isinstance(item, Mapping):
         kind = article(type(item).__name__)
         raise UserCodeError(f"{where} is {kind}, not a dict of arrays (data.collate can batch other items)")
@@ -47,9 +52,12 @@ def item_tensors(item: Any, where: str) -> Fields:
 
 
 def as_tensor(value: Any, where: str) -> Tensor:
-    """An array as a tensor in host memory, in its own format; fractions of Python's are in fp32."""
-    own = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
-    if own:
+    """Return an array as a tensor in host memory, of the same type. Floats of Python become fp32.
+
+    Raises:
+        UserCodeError: The value is not an array of numbers. The message begins with `where`.
+    """
+    if isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic):
         try:
             value = np.asarray(value)
         except ValueError:  # rows of several lengths
@@ -66,9 +74,16 @@ def as_tensor(value: Any, where: str) -> Tensor:
 
 
 def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str) -> Fields:
-    """A batch of items, which have the numbers `indices` and the forms of the first one of the dataset.
+    """Return a batch of items.
 
-    UserCodeError with the number and both forms where one has another.
+    Args:
+        items: The items.
+        indices: Their numbers in the dataset.
+        first: Fields of the dataset's first item, which all items must have.
+        title: Name of the dataset, for messages.
+
+    Raises:
+        UserCodeError: An item has other fields, or a field of another type or shape.
     """
     rows = []
     for item, index in zip(items, indices, strict=True):
@@ -79,9 +94,9 @@ def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str
                 f"{', '.join(sorted(first))}"
             )
         for name, form in first.items():
-            if (own := FieldSpec.of(row[name])) != form:
+            if (actual := FieldSpec.of(row[name])) != form:
                 raise UserCodeError(
-                    f"{title}: item {index} has {name} of {own}, expected {form} as in item 0 (set "
+                    f"{title}: item {index} has {name} of {actual}, expected {form} as in item 0 (set "
                     "data.collate to a function that batches unequal items)"
                 )
         rows.append(row)
@@ -89,7 +104,16 @@ def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str
 
 
 def batch_tensors(batch: Any, rows: int, collate: str) -> Fields:
-    """What a user's collate function made of so many items; UserCodeError where it is no batch of these."""
+    """Return the result of a user's collate function as tensors.
+
+    Args:
+        batch: The result.
+        rows: Number of items that the function received.
+        collate: Name of the function, for messages.
+
+    Raises:
+        UserCodeError: The result is not a dict of arrays with a row for every item.
+    """
     fields = item_tensors(batch, f"data.collate: the result of {collate}")
     for name, field in fields.items():
         if field.dim() == 0 or len(field) != rows:

@@ -1,4 +1,4 @@
-"""Batches that pass from one process to another through memory that both see."""
+"""Transfer of batches from one process to another through shared memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 from hpctrain.data.items import Fields
 
-_ALIGNED = 64  # where tensors begin
+_ALIGNMENT = 64  # of tensors, in bytes
 _LENGTH = struct.Struct("<Q")
 
 
 def to_memory(fields: Fields, problems: Sequence[str] = ()) -> int:
-    """A file in memory alone that holds these tensors, or what is wrong with them: its descriptor."""
+    """Write tensors, and error messages, to a new file in memory, and return its descriptor."""
     places, offset = [], 0
     for name, field in fields.items():
         kind = str(field.dtype).removeprefix("torch.")
         places.append((name, kind, list(field.shape), offset))
-        offset += -(-field.nbytes // _ALIGNED) * _ALIGNED
+        offset += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
     head = json.dumps((places, list(problems))).encode()
-    begin = -(-(_LENGTH.size + len(head)) // _ALIGNED) * _ALIGNED
+    begin = -(-(_LENGTH.size + len(head)) // _ALIGNMENT) * _ALIGNMENT
     file = os.memfd_create("hpctrain-batch")
     os.ftruncate(file, begin + offset)
     with mmap.mmap(file, begin + offset) as memory:
@@ -37,8 +37,9 @@ def to_memory(fields: Fields, problems: Sequence[str] = ()) -> int:
 
 
 def of_memory(file: int) -> tuple[Fields, tuple[str, ...]]:
-    """What another process has put there; the descriptor is closed, the memory stays as long as tensors in it
-    do.
+    """Return the tensors and error messages that another process wrote with `to_memory`.
+
+    The descriptor is closed. The memory is released with the last tensor in it.
     """
     try:
         memory = mmap.mmap(file, 0)
@@ -46,7 +47,7 @@ def of_memory(file: int) -> tuple[Fields, tuple[str, ...]]:
         os.close(file)
     (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
     places, problems = json.loads(memory[_LENGTH.size : _LENGTH.size + length])
-    begin = -(-(_LENGTH.size + length) // _ALIGNED) * _ALIGNED
+    begin = -(-(_LENGTH.size + length) // _ALIGNMENT) * _ALIGNMENT
     fields: Fields = {}
     for name, kind, shape, place in places:
         dtype = getattr(torch, kind)

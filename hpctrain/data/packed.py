@@ -1,6 +1,6 @@
-"""Text that lies in files of other forms: compressed by gzip or Zstandard, or a column of a Parquet table.
+"""Readers of text in compressed files (gzip, Zstandard) and in columns of Parquet tables.
 
-What is cut short is damaged, never taken for a whole. Packages that few need are loaded where such a file is.
+A truncated file is an error. The packages `zstandard` and `pyarrow` are imported when such a file is read.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from io import BufferedIOBase, BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from typing_extensions import override
+
 from hpctrain.errors import HpctrainError, require
 from hpctrain.text import nearest
 
 COMPRESSED = (".gz", ".zst")
 TABLE = ".parquet"
 _CHUNK = 4096
-"""Bytes that are decompressed at a time: what they hold may be much more, up to 128 MiB."""
+"""Compressed bytes that are read at a time. Decompressed they may be many more, up to 128 MiB."""
 _ROWS = 256
+"""Rows of a table that are read at a time."""
 
 
 class DamagedError(Exception):
-    """What a file holds cannot be unpacked, or not to its end; in words, why."""
+    """A file cannot be decompressed or decoded completely. The message says why."""
 
 
 def plain_name(name: str) -> str:
@@ -43,30 +46,33 @@ def open_packed(path: str) -> BufferedIOBase:
 
 
 class _Zstandard(RawIOBase):
-    """A file of Zstandard frames, decompressed. DamagedError where it ends within one."""
+    """Decompressed content of a file of Zstandard frames.
+
+    Reading raises a DamagedError if the file ends within a frame.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._frame, self._ready = file, _new_frame(), memoryview(b"")
-        self._within = False
+        self._within_frame = False
 
+    @override
     def readable(self) -> bool:
-        """It is."""
         return True
 
+    @override
     def readinto(self, buffer: Any) -> int:
-        """As much as is at hand."""
         import zstandard
 
         while not self._ready:
             chunk = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
-                self._frame, self._within = _new_frame(), False
+                self._frame, self._within_frame = _new_frame(), False
             chunk = chunk or self._file.read(_CHUNK)
             if not chunk:
-                if self._within:
+                if self._within_frame:
                     raise DamagedError("it ends within a frame")
                 return 0
-            self._within = True
+            self._within_frame = True
             try:
                 self._ready = memoryview(self._frame.decompress(chunk))
             except zstandard.ZstdError as error:
@@ -76,8 +82,8 @@ class _Zstandard(RawIOBase):
         self._ready = self._ready[count:]
         return count
 
+    @override
     def close(self) -> None:
-        """The file, too."""
         self._file.close()
         super().close()
 
@@ -89,9 +95,11 @@ def _new_frame() -> Any:
 
 
 def table_texts(path: str, column: str) -> Iterator[str]:
-    """The texts of a column of a Parquet table, row by row, without those that are null or empty.
+    """Yield the texts of a column of a Parquet table, without those that are null or empty.
 
-    HpctrainError where there is no such column of texts, DamagedError where the table cannot be read.
+    Raises:
+        HpctrainError: The table has no such column of texts.
+        DamagedError: The table cannot be read.
     """
     with _table(path) as table:
         import pyarrow as pa
@@ -109,7 +117,11 @@ def table_texts(path: str, column: str) -> Iterator[str]:
 
 
 def table_rows(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet table, by column. DamagedError where it cannot be read."""
+    """Yield the rows of a Parquet table, each as its values by column.
+
+    Raises:
+        DamagedError: The table cannot be read.
+    """
     with _table(path) as table:
         for batch in table.iter_batches(_ROWS):
             yield from batch.to_pylist()

@@ -1,4 +1,4 @@
-"""Which conversations of a file share a sequence: in the order of the file, as many as it has places for."""
+"""Packing of conversations into sequences: as many as fit, in the order of the file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packing:
-    """Documents that have anything to predict, by number, each with its first and last token, and how many
-    places it takes; row r has those from `firsts[r]` on to `firsts[r + 1]`, exclusive.
+    """Documents of a file in the rows (sequences) of its packing.
 
-    A document of n tokens takes n - 1 places, since its last token predicts nothing. One that would take more
-    than `length` is cut at its end: `cut` of them lose so many `lost` tokens. A document of which no learned
-    token remains then is left out: there are `left_out` of these.
+    A document of n tokens needs n - 1 places of a row, since its last token predicts nothing. If it needs
+    more than a row has, its end is cut off. It is left out if no learned token remains.
+
+    Attributes:
+        begins: First token of each document that is not left out, by its position in the file.
+        places: Number of places that each of these documents has.
+        firsts: Number of the first document of each row, and at the end the number of documents.
+        cut: Number of documents that are cut.
+        lost: Number of tokens that are cut off.
+        left_out: Number of documents that are left out.
     """
 
     begins: Array
@@ -33,36 +39,36 @@ class Packing:
 
     @staticmethod
     def of(file: Tokens, length: int, pack: bool = True) -> Packing:
-        """Pack the documents of a file into sequences of `length`; without `pack` one into each.
+        """Pack the documents of a file into sequences of `length` tokens, or without `pack` one into each.
 
-        Whether tokens are learned is read only of documents that are cut: `hpctrain prepare` writes no other
-        document in which nothing is learned.
+        Only documents that are cut are searched for learned tokens, since `hpctrain prepare` writes no
+        document without any.
         """
         ends = file.document_ends()
         begins = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
-        whole = ends - begins - 1
-        learned = whole > 0
-        for number in np.flatnonzero(whole > length).tolist():
+        needed = ends - begins - 1
+        learned = needed > 0
+        for number in np.flatnonzero(needed > length).tolist():
             learned[number] = bool(file.learned(int(begins[number]) + 1, length).any())
-        left_out = int(((whole > 0) & ~learned).sum())
-        begins, whole = begins[learned], whole[learned]
-        places = np.minimum(whole, length)
-        lost = whole - places
+        left_out = int(((needed > 0) & ~learned).sum())
+        begins, needed = begins[learned], needed[learned]
+        places = np.minimum(needed, length)
+        lost = needed - places
         firsts = [*range(len(places) + 1)] if not pack else _firsts(places, length)
         return Packing(begins, places, np.array(firsts), int((lost > 0).sum()), int(lost.sum()), left_out)
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return len(self.firsts) - 1
 
     def documents(self, row: int) -> range:
-        """Those of a row, as numbers in `begins` and `places`."""
+        """Return the documents of a row, as indices of `begins` and `places`."""
         return range(int(self.firsts[row]), int(self.firsts[row + 1]))
 
 
 def _firsts(places: Array, length: int) -> list[int]:
-    """Where rows begin, and the last one ends."""
+    """Return the first document of each row, and at the end the number of documents."""
     ends, firsts = places.cumsum(), [0]
     while firsts[-1] < len(places):
         before = int(ends[firsts[-1]] - places[firsts[-1]])

@@ -1,4 +1,4 @@
-"""Random numbers of what users wrote: begun anew for each item, so that it is the same whoever loads it."""
+"""Seeds of user code. They are set for each item, so that its random numbers do not depend on the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = 1 << 64
 
 
 def seed_by(*numbers: int) -> None:
-    """Have what torch (on the host), numpy and Python draw from here on be a function of these numbers."""
+    """Seed the global generators of torch (on the host), numpy and Python with a function of `numbers`."""
     key = 0
     for number in numbers:
         key = int(mix(np.array([(key ^ number) % _WORD * GOLDEN % _WORD], np.uint64))[0])
@@ -25,8 +25,8 @@ def seed_by(*numbers: int) -> None:
 
 
 @contextmanager
-def as_before() -> Iterator[None]:
-    """Random numbers go on after it as if nothing had been drawn within."""
+def restored_generators() -> Iterator[None]:
+    """Restore the states of the generators of torch (on the host), numpy and Python after the block."""
     of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield

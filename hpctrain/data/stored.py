@@ -1,4 +1,4 @@
-"""Arrays in a file that is open, read where they lie, and compared with their checksums piece by piece."""
+"""Arrays in an open file that are read directly and compared with the checksums of their pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ def require_range(start: int, count: int, size: int) -> None:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A contiguous dataset in a file that is open; `where` begins what is said of it."""
+    """Contiguous dataset of an open file.
+
+    Attributes:
+        where: Beginning of error messages.
+        file: Descriptor of the file.
+        offset: Place of the first element in the file, in bytes.
+        dtype: Type of the elements.
+        size: Number of elements.
+    """
 
     where: str
     file: int
@@ -35,7 +43,11 @@ class StoredArray:
     size: int
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Elements [count]; InputOutputError where they cannot be read."""
+        """Return the elements `start` to `start + count - 1`, [count].
+
+        Raises:
+            InputOutputError: They cannot be read.
+        """
         require_range(start, count, self.size)
         values = np.empty(count, self.dtype)
         rest = memoryview(values.view(TEXT).data)
@@ -46,12 +58,12 @@ class StoredArray:
             except OSError as error:
                 raise InputOutputError(f"{self.where}: cannot be read ({error.strerror})") from None
             if not done:
-                raise InputOutputError(f"{self.where}: has become shorter since it was opened")
+                raise InputOutputError(f"{self.where}: was truncated after it was opened")
             rest, offset = rest[done:], offset + done
         return values
 
     def blocks(self) -> Iterator[npt.NDArray[Any]]:
-        """Read all elements in order, at most BLOCK of them at a time."""
+        """Yield all elements in order, at most BLOCK of them at a time."""
         for start in range(0, self.size, BLOCK):
             yield self.read(start, min(BLOCK, self.size - start))
 
@@ -64,30 +76,40 @@ class StoredArray:
 
 
 class PiecedArray:
-    """An array with a checksum for every `piece` elements, which is compared when one of them is first read.
-
-    `noun` is what its elements are called. `bound`, where it is given, is what they all have to be below.
-    """
+    """Array with a checksum for every `piece` elements, which is compared when one of them is first read."""
 
     def __init__(
         self, array: StoredArray, checksums: StoredArray, piece: int, noun: str, bound: int | None = None
     ) -> None:
+        """Read an array.
+
+        Args:
+            array: The elements.
+            checksums: CRC-32 of each piece.
+            piece: Number of elements of a piece.
+            noun: Name of its elements, plural, for messages.
+            bound: Number that is larger than all elements, or None.
+        """
         self.array, self.checksums, self.piece, self.noun, self.bound = array, checksums, piece, noun, bound
         self._verified = bytearray(-(-checksums.size // 8))
 
     def forget(self) -> None:
-        """The file was written to: nothing of it is known to be right."""
+        """Mark all pieces as not verified, after the file has changed."""
         self._verified = bytearray(len(self._verified))
 
     def read(self, start: int, count: int, out: npt.NDArray[Any]) -> None:
-        """Fill `out` [count] with elements from `start` on. InputOutputError where a piece is damaged."""
+        """Fill `out` [count] with the elements from `start` on.
+
+        Raises:
+            InputOutputError: A piece is damaged or cannot be read.
+        """
         size, end = self.piece, start + count
         for piece in range(start // size, -(-end // size)):
             first, last = max(start, piece * size), min(end, (piece + 1) * size)
             out[first - start : last - start] = self._read_of_piece(piece, first, last)
 
     def problems(self, rank: int, ranks: int) -> Iterator[str]:
-        """What is damaged in this rank's share of the pieces."""
+        """Yield the errors in this rank's share of the pieces."""
         pieces = self.checksums.size
         for piece in range(pieces * rank // ranks, pieces * (rank + 1) // ranks):
             try:
@@ -96,17 +118,21 @@ class PiecedArray:
                 yield from error.problems
 
     def _read_of_piece(self, piece: int, first: int, last: int) -> npt.NDArray[Any]:
-        """Elements first .. last - 1 of a piece, which is verified unless it was before."""
+        """Return the elements `first` to `last - 1` of a piece, which is verified unless it was before."""
         byte, bit = piece // 8, 1 << piece % 8
         if self._verified[byte] & bit:
             return self.array.read(first, last - first)
         begin = piece * self.piece
-        whole = self._read_piece(piece)
+        values = self._read_piece(piece)
         self._verified[byte] |= bit
-        return whole[first - begin : last - begin]
+        return values[first - begin : last - begin]
 
     def _read_piece(self, piece: int) -> npt.NDArray[Any]:
-        """Read all elements of a piece; InputOutputError where one of them cannot have been written."""
+        """Return all elements of a piece.
+
+        Raises:
+            InputOutputError: The checksum is wrong, or an element is out of bounds.
+        """
         start = piece * self.piece
         values = self.array.read(start, min(self.piece, self.array.size - start))
         if zlib.crc32(values.data) != self.checksums.read(piece, 1)[0]:

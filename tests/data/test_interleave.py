@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hpctrain.data.interleave import _KEPT, Interleaving
+from hpctrain.data.interleave import _CACHED_BLOCKS, Interleaving
 from hpctrain.data.order import Integers
 
 
@@ -80,8 +80,8 @@ def test_what_came_before_is_chosen_again_where_dates_alone_do_not_tell(
     before = [np.bincount(source[:place], minlength=len(shares)).tolist() for place in range(600)]
     order, hasty = Interleaving(shares, seed), Interleaving(shares, seed)
     hasty.back = 0
-    assert [order._reached(place) for place in range(600)] == before
-    assert [hasty._reached(place) for place in range(600)] != before
+    assert [order._counts_from_earlier(place) for place in range(600)] == before
+    assert [hasty._counts_from_earlier(place) for place in range(600)] != before
 
 
 def test_any_order_of_asking_and_far_away() -> None:
@@ -119,6 +119,6 @@ def test_no_more_blocks_are_kept_than_a_step_and_the_next_need() -> None:
     first = order.at(np.arange(3000))
     for place in (*range(0, 60_000, 1000), 10_000_000, 5):
         order.at(np.arange(place, place + 10))
-    assert len(order._blocks) <= _KEPT
+    assert len(order._blocks) <= _CACHED_BLOCKS
     again = order.at(np.arange(3000))
     assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
