@@ -17,13 +17,13 @@ import tomllib
 import torch
 from torch import Tensor, nn
 
-from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.architectures import native_architecture
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
-from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource

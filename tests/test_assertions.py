@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.world import World
 from tests.launch import ROOT
 

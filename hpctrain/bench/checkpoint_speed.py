@@ -29,13 +29,13 @@ from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
 from hpctrain.bench.peers.torch_checkpoint import TorchCheckpoint
 from hpctrain.bench.plain_files import PeakMemory, forget, read_plainly, write_plainly
 from hpctrain.checkpoint.background import BackgroundSave
+from hpctrain.checkpoint.copy_on_write import HostBuffer
 from hpctrain.checkpoint.draft import PIECE_BYTES
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.snapshot import HostBuffer
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.checkpoint.stored_deck import deck_state
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource

@@ -1,4 +1,4 @@
-"""Save a checkpoint while training goes on: the same file as `write.save` makes.
+"""Save a checkpoint while training goes on: the same file as `save` makes.
 
 A thread of every rank writes its pieces at their places in the file, brings them to the disk and compares
 them, without HDF5 and without MPI. Between steps the ranks ask each other whether all have come that far;
@@ -18,10 +18,10 @@ import torch
 
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import Sums
+from hpctrain.checkpoint.copy_on_write import HostBuffer, Snapshot
 from hpctrain.checkpoint.draft import PIECE_BYTES, begin
-from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
-from hpctrain.checkpoint.write import write_at_offsets
+from hpctrain.checkpoint.save import write_at_offsets
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.group import Group
 
 

@@ -17,8 +17,8 @@ import torch
 
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
-from hpctrain.checkpoint.layout import STORED_AS, Index, row_major
 from hpctrain.checkpoint.stored_state import require_state
+from hpctrain.checkpoint.tensor_ranges import STORED_AS, Index, row_major
 from hpctrain.comm.error_messages import error_reason
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, InputOutputError

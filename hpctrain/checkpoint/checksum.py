@@ -17,7 +17,7 @@ from threading import local
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.layout import Index, Runs, runs
+from hpctrain.checkpoint.tensor_ranges import Index, Runs, runs
 from hpctrain.splitmix import GOLDEN, mix
 
 PIECE = 1 << 20

@@ -34,7 +34,7 @@ from hpctrain.checkpoint.checkpoint_index import (
     StoredTensor,
 )
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.layout import STORED_AS, Index
+from hpctrain.checkpoint.tensor_ranges import STORED_AS, Index
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.error_messages import error_reason
 from hpctrain.errors import InputOutputError

@@ -23,9 +23,9 @@ from hpctrain.checkpoint.agree import combined, shortened, together
 from hpctrain.checkpoint.checkpoint_index import StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.create import Tensors, complete, create, temporary_name
-from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.layout import TensorBox, TensorRange, rectangles_of
-from hpctrain.checkpoint.verify import damage
+from hpctrain.checkpoint.tensor_ranges import TensorBox, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_source import opened
+from hpctrain.checkpoint.verify_checksums import damage
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.group import Group

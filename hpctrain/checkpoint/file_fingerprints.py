@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.extract import opened
+from hpctrain.checkpoint.tensor_source import opened
 from hpctrain.comm.group import Group
 from hpctrain.fault_checks.fingerprint import SUMS, Fingerprint
 

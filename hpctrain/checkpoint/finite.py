@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.layout import Index, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, rectangles_of
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.state import MASTER, MODEL

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import StoredTensor, examine
-from hpctrain.checkpoint.extract import TensorSource
-from hpctrain.checkpoint.keep import is_complete
-from hpctrain.checkpoint.layout import Index, TensorBox, row_major
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, history
+from hpctrain.checkpoint.retention import is_complete
 from hpctrain.checkpoint.stored_deck import stored_deck, stored_deck_text
-from hpctrain.checkpoint.verify import damage
+from hpctrain.checkpoint.tensor_ranges import Index, TensorBox, row_major
+from hpctrain.checkpoint.tensor_source import TensorSource
+from hpctrain.checkpoint.verify_checksums import damage
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError

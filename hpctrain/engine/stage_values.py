@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.entries import model_entries, resumed_entries
 from hpctrain.checkpoint.finite import nonfinite_sentence, nonfinite_weight
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.state_entries import model_entries, resumed_entries
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.engine.stages.stage import Stage, TrainedStage
@@ -50,7 +50,7 @@ def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
     """Load the parameters of a stage that is not trained from a checkpoint. Collective over `everyone`.
 
     Weights that are not finite cause a warning in the log, so that such a model can still be examined. It
-    raises what `checkpoint.read.load` raises.
+    raises what `checkpoint.load.load` raises.
     """
     structure = examine(path, everyone)
     module_entries, left = resumed_entries(stage.module_state.state(), structure.datasets)

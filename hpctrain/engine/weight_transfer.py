@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.layout import Index, TensorBox, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_ranges import Index, TensorBox, TensorRange, rectangles_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.engine.stages.stage import Stage

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Unpack
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.verb import single_world
 from hpctrain.comm.world import World

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.world import World
@@ -54,7 +54,7 @@ def load_model(
 
     Raises:
         HpctrainError: The checkpoint has no deck or tokenizer, the model cannot be split over these ranks, or
-            they do not have the memory; else as in `checkpoint.read.load`.
+            they do not have the memory; else as in `checkpoint.load.load`.
     """
     state = read_state(path, world.everyone)
     if (module_deck := find_module_deck(state, path)) is not None:
@@ -108,7 +108,7 @@ def load_transformer(world: World, path: Path, deck: Deck) -> ModelPart:
         deck: Its deck with the layout for generation, see `stored_generation_deck`.
 
     Raises:
-        HpctrainError: The ranks do not have the memory; else as in `checkpoint.read.load`.
+        HpctrainError: The ranks do not have the memory; else as in `checkpoint.load.load`.
     """
     tensor, pipeline = deck.layout.tensor, deck.layout.pipeline
     needed = resident_bytes() + stage_parameter_bytes(deck) // tensor
@@ -128,7 +128,7 @@ def load_module(world: World, path: Path, deck: Deck) -> ModulePart:
         deck: Its deck.
 
     Raises:
-        HpctrainError: The ranks do not have the memory; else as in `checkpoint.read.load`.
+        HpctrainError: The ranks do not have the memory; else as in `checkpoint.load.load`.
     """
     with world.agreement():
         elements = sum(each.numel() for each in ModuleArchitecture.of(deck).copy_on_meta().parameters())

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.checkpoint.evaluation_deck import evaluation_deck
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.names import present_checkpoints
-from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.costs.bucket_bytes import pool_bytes, value_bytes
 from hpctrain.costs.cache_plan import CachePlan

@@ -32,7 +32,7 @@ def library_bytes() -> int:
         The resident bytes of this process after it has loaded and used what a run uses, and an estimate of
         what follows; only that estimate if the system does not tell.
     """
-    for module in ("hpctrain.checkpoint.write", "hpctrain.data.tokens"):
+    for module in ("hpctrain.checkpoint.save", "hpctrain.data.tokens"):
         import_module(module)
     weight = nn.Parameter(torch.zeros(64, 64))
     heads = functional.linear(torch.ones(1, 4, 64, 64), weight)

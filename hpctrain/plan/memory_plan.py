@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.checkpoint.draft import saving_bytes
-from hpctrain.checkpoint.mirror import COPIES
-from hpctrain.checkpoint.snapshots import copies_held
+from hpctrain.checkpoint.memory_mirror import COPIES
+from hpctrain.checkpoint.state_snapshots import copies_held
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh

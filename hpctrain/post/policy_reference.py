@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hpctrain import __version__
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.checkpoint.stored_deck import deck_state
-from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.deck.auxiliary_decks import reference_deck, shares_reference

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.evaluation_deck import evaluation_deck
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.tokenizer import Tokenizer

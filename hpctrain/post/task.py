@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.checkpoint.evaluation_deck import evaluation_deck
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource

@@ -9,8 +9,8 @@ from textwrap import shorten
 from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.compare import comparable, compare
 from hpctrain.checkpoint.stored_deck import FOLLOWING, stored_deck
+from hpctrain.checkpoint.tensor_differences import comparable, compare
 from hpctrain.comm.group import Group
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import TomlError, parse_toml

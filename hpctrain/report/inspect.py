@@ -11,11 +11,11 @@ from typing import Any
 
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
-from hpctrain.checkpoint.keep import agreed_checkpoints, linked, newest_good
 from hpctrain.checkpoint.names import BEST, checkpoint_step
 from hpctrain.checkpoint.provenance import losses
+from hpctrain.checkpoint.retention import agreed_checkpoints, linked, newest_good
 from hpctrain.checkpoint.stored_deck import stored_deck_text
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.group import Group
 from hpctrain.deck.code import CodeTrust
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError

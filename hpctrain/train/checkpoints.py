@@ -14,18 +14,18 @@ from hpctrain import __version__
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.checkpoint_index import COMPANIONS, examine
+from hpctrain.checkpoint.copy_on_write import HostBuffer
 from hpctrain.checkpoint.draft import PIECE_BYTES
-from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_weight, require_finite
-from hpctrain.checkpoint.keep import is_complete, keep, log_io_errors, try_point_to, unlink
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.load import in_types, load
 from hpctrain.checkpoint.names import BEST, checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
-from hpctrain.checkpoint.read import in_types, load
-from hpctrain.checkpoint.snapshot import HostBuffer
-from hpctrain.checkpoint.snapshots import SnapshotHistory, StateSnapshot
+from hpctrain.checkpoint.retention import is_complete, keep, log_io_errors, try_point_to, unlink
+from hpctrain.checkpoint.save import needs_mpi, save
+from hpctrain.checkpoint.state_entries import resumed_entries, stored_replicas, training_entries
+from hpctrain.checkpoint.state_snapshots import SnapshotHistory, StateSnapshot
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
-from hpctrain.checkpoint.write import needs_mpi, save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine

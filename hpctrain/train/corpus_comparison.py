@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.source import source_state, source_tokenizer
 from hpctrain.checkpoint.exchange.source_fingerprint import source_fingerprint
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
 from hpctrain.comm.world import World

@@ -20,7 +20,7 @@ from typing_extensions import override
 from hpctrain.audit.bits import word_sum
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.audit.message_audit import message_audit_of
-from hpctrain.checkpoint.snapshots import StateSnapshot
+from hpctrain.checkpoint.state_snapshots import StateSnapshot
 from hpctrain.engine.built_engine import Engine
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.evaluation_deck import evaluation_deck
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpctrain.checkpoint.entries import training_entries
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.data.batches import MicroBatch
 from hpctrain.fault_checks.fingerprint import SUMS, Fingerprint, Indices, Sums
 from hpctrain.memory.scratch import Flat

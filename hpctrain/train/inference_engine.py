@@ -34,7 +34,7 @@ from hpctrain.train.start import start_from_source
 def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
     """The model of a checkpoint, laid out by a deck of it whose vocabulary is settled. Collective.
 
-    HpctrainError on all ranks where these cannot have it; else errors as in `checkpoint.read.load`.
+    HpctrainError on all ranks where these cannot have it; else errors as in `checkpoint.load.load`.
     """
     world.ledger.activity = "loading the model"
     size = Precision.of(deck).storage.itemsize

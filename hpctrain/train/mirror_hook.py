@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.mirror import Mirror
+from hpctrain.checkpoint.memory_mirror import Mirror
 from hpctrain.checkpoint.mirror_folder import sweep_mirrors, write_token
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.keep import newest_good, try_point_to
 from hpctrain.checkpoint.mirror_folder import read_token, remove_mirrors, write_token
-from hpctrain.checkpoint.mirrored import find_mirror, write_mirror
+from hpctrain.checkpoint.mirror_search import find_mirror, write_mirror
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step
+from hpctrain.checkpoint.retention import newest_good, try_point_to
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import METRICS_FILE, scan_metrics

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.keep import agreed_checkpoints
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.retention import agreed_checkpoints
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.hdf5 import format_of

@@ -22,7 +22,7 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, MicroBatchRequest, SampleSource
 from hpctrain.data.corpus import Corpus

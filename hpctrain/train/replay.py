@@ -14,8 +14,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history
-from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.same_model import require_same_model
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.versions import library_versions

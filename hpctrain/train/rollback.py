@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.keep import agreed_checkpoints
 from hpctrain.checkpoint.names import checkpoint_step
-from hpctrain.checkpoint.snapshots import StateSnapshot
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.retention import agreed_checkpoints
+from hpctrain.checkpoint.state_snapshots import StateSnapshot
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.errors import HpctrainError
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.step import TrainState

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import torch
 
 from hpctrain.audit.detected_fault import SilentFaultError
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.names import checkpoints
-from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary

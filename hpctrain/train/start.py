@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.entries import master_entries, training_entries
 from hpctrain.checkpoint.exchange.by_name import load_by_name
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder, parameter_names
 from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder
 from hpctrain.checkpoint.exchange.source import load_source, training_note
+from hpctrain.checkpoint.state_entries import master_entries, training_entries
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck

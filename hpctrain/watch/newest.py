@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from hpctrain.checkpoint.keep import newest_good
+from hpctrain.checkpoint.retention import newest_good
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError, require_exists
 from hpctrain.watch.folder import explain_no_checkpoint

@@ -198,7 +198,7 @@ def _newest_good(folder: Path, known: str | None, last_step: int | None = None) 
             continue
         if known is not None and path.name == Path(known).name:
             return path
-        from hpctrain.checkpoint.keep import is_complete  # with torch, which takes seconds
+        from hpctrain.checkpoint.retention import is_complete  # with torch, which takes seconds
 
         if is_complete(path):
             return path

@@ -16,7 +16,7 @@ from hpctrain.bench.checkpoint_speed import CheckpointBenchOptions, bench_checkp
 from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
 from hpctrain.bench.peers.torch_checkpoint import TorchCheckpoint
 from hpctrain.bench.plain_files import PeakMemory, read_plainly, write_plainly
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.shards import Shard

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.parallel.shards import Shard
 
 Tensors = dict[str, Tensor]

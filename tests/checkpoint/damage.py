@@ -149,8 +149,8 @@ def main(folder: Path, first: int, last: int) -> None:
     import torch
 
     from hpctrain.checkpoint.checkpoint_index import examine
-    from hpctrain.checkpoint.layout import STORED_AS, TensorRange
-    from hpctrain.checkpoint.read import load
+    from hpctrain.checkpoint.load import load
+    from hpctrain.checkpoint.tensor_ranges import STORED_AS, TensorRange
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
     from hpctrain.parallel.shards import Shard

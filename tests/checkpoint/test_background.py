@@ -1,6 +1,6 @@
 """Saving while training goes on: the file of the moment it began, whatever happens to the values.
 
-Tests of checkpoint/snapshot.py beside checkpoint/background.py.
+Tests of checkpoint/copy_on_write.py beside checkpoint/background.py.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
+from hpctrain.checkpoint.copy_on_write import HostBuffer, Snapshot
 from hpctrain.checkpoint.create import temporary_name
 from hpctrain.checkpoint.draft import Draft, DraftBox
-from hpctrain.checkpoint.layout import TensorBox
-from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
-from hpctrain.checkpoint.verify import verify
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.tensor_ranges import TensorBox
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, entry
-from tests.checkpoint.test_write import contents
+from tests.checkpoint.test_save import contents
 from tests.device_double import LateStream, on_gpu
 
 CPU = torch.device("cpu")

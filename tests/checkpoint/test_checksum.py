@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.layout import rectangles
+from hpctrain.checkpoint.tensor_ranges import rectangles
 
 MASK = 2**64 - 1
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_element, nonfinite_weight
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import EXIT_INPUT_OUTPUT, InputOutputError

@@ -15,7 +15,7 @@ import torch
 import hpctrain
 from hpctrain.checkpoint import lazy
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, whole

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.checkpoint import draft, writeback
 from hpctrain.checkpoint.checkpoint_index import StoredTensor, examine
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
 from hpctrain.comm.world import World
 from tests.checkpoint.conftest import entry
 

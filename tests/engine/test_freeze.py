@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.entries import resumed_entries, training_entries
-from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import resumed_entries, training_entries
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from tests.engines import LLAMA, reference, small_deck, trainer

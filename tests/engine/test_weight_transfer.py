@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.comm.world import World
 from hpctrain.deck.generation_deck import generation_deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.exchange.source import source_shape
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.state_entries import model_entries
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.costs.cache_plan import CachePlan

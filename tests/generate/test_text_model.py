@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.toml_text import deck_text

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.optim.noise_scale import NoiseScale

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.costs.update_bytes import update_bytes

@@ -15,8 +15,8 @@ import torch
 
 from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
-from hpctrain.checkpoint.compare import compare as compare_tensors
 from hpctrain.checkpoint.exchange.convert import export_model
+from hpctrain.checkpoint.tensor_differences import compare as compare_tensors
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError

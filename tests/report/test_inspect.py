@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.provenance import Provenance
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.deck.toml_text import deck_text

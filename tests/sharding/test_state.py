@@ -1,6 +1,6 @@
 """State of those who are no optimizer: stored, brought back on any layout, and counted, whoever keeps it.
 
-Tests of sharding/state.py and checkpoint/entries.py.
+Tests of sharding/state.py and checkpoint/state_entries.py.
 """
 
 from __future__ import annotations

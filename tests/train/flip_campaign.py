@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.snapshots import StateSnapshot
+from hpctrain.checkpoint.state_snapshots import StateSnapshot
 from hpctrain.comm.world import World
 from hpctrain.plan import engine as planned
 from hpctrain.sharding.bucket import Bucket

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.exchange.convert import export_model
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError

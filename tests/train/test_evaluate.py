@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.cli.evaluate import command
 from hpctrain.comm.world import World

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.load import read_state
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.held_out import HeldOut

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint import mirror as mirror_module
-from hpctrain.checkpoint import mirror_folder
-from hpctrain.checkpoint.slot import read_part
+from hpctrain.checkpoint import memory_mirror, mirror_folder
+from hpctrain.checkpoint.mirror_slot import read_part
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import read_metrics
@@ -43,7 +42,7 @@ def memory(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if world.rank == 0:
         folder.mkdir()
     world.everyone.barrier()
-    for module in (mirror_module, mirror_folder):
+    for module in (memory_mirror, mirror_folder):
         monkeypatch.setattr(module, "MEMORY", folder)
     return folder
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
-from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError, InputOutputError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.exchange.source_fingerprint import source_fingerprint
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError, InputOutputError

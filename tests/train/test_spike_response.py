@@ -1,6 +1,6 @@
 """What a run does about spikes: updates left out, and ways back, beside runs that never met them.
 
-Tests of train/spike_response.py, checkpoint/snapshots.py and what fault_checks/spikes.py tells of whole runs.
+Tests of train/spike_response.py, checkpoint/state_snapshots.py and fault_checks/spikes.py in whole runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.entries import master_entries
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import master_entries
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ import torch
 from click.testing import CliRunner
 
 from hpctrain.checkpoint.names import checkpoint_path
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
 from hpctrain.cli.status import command
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError

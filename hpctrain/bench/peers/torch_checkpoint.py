@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.host.device import on_host
 

@@ -24,10 +24,10 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     TensorFolder,
     open_folder,
 )
-from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.finite import require_finite
-from hpctrain.checkpoint.layout import TensorRange, rectangles_of
-from hpctrain.checkpoint.read import in_types, load
+from hpctrain.checkpoint.load import in_types, load
+from hpctrain.checkpoint.tensor_ranges import TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_source import BUFFER_BYTES
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.state import MODEL
@@ -62,7 +62,7 @@ def load_by_name(
 
     Raises:
         HpctrainError: Tensors are missing, have other shapes, or are unknown to a model of `transformers`, or
-            one parameter has several values. Among others as in `open_values` and `checkpoint.read.load`.
+            one parameter has several values. Among others as in `open_values` and `checkpoint.load.load`.
             All ranks raise the same error.
     """
     if path.suffix == ".h5":

@@ -60,11 +60,11 @@ from hpctrain.checkpoint.exchange.tokenizer_files import (
     refuse_damaged_tokenizer,
     tokenizer_of_folder,
 )
-from hpctrain.checkpoint.extract import ReadRequest, TensorSource, opened
-from hpctrain.checkpoint.layout import Index, TensorRange, rectangles
+from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, rectangles
+from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource, opened
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import TOKENIZER_FILE
@@ -221,7 +221,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
 
     Raises:
         HpctrainError: The folder has no model or a damaged tokenizer, or the file exists and may not be
-            replaced. Among others as in `open_model` and `checkpoint.write.save`.
+            replaced. Among others as in `open_model` and `checkpoint.save.save`.
         InputOutputError: A file cannot be read or written.
     """
     group = world.everyone

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
-from hpctrain.checkpoint.extract import ReadRequest, TensorSource
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.tensor_ranges import TensorRange
+from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.errors import InputOutputError
 from hpctrain.parallel.shards import Shard

@@ -33,9 +33,9 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     open_folder,
     type_name,
 )
-from hpctrain.checkpoint.extract import ReadRequest, TensorSource
-from hpctrain.checkpoint.layout import Index, TensorRange
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange
+from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_key, toml_value

@@ -23,8 +23,8 @@ from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart, 
 from hpctrain.checkpoint.exchange.merge import Merge
 from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file, write_text
 from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
-from hpctrain.checkpoint.extract import TensorSource, opened
 from hpctrain.checkpoint.stored_tokenizer import stored_settings
+from hpctrain.checkpoint.tensor_source import TensorSource, opened
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer_settings import MODEL_CONFIG

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import MTP_LAYERS, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart, TensorPart
-from hpctrain.checkpoint.layout import Index, TensorRange
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 

@@ -13,8 +13,8 @@ from hpctrain.checkpoint.agree import first_of
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.safetensors_folder import NAMES, NewTensor
-from hpctrain.checkpoint.extract import TensorSource
-from hpctrain.checkpoint.layout import Index
+from hpctrain.checkpoint.tensor_ranges import Index
+from hpctrain.checkpoint.tensor_source import TensorSource
 from hpctrain.model.precision import DTYPES
 
 CopyTensor = Callable[[TensorSource, str, NDArray[Any], Sums], None]

@@ -50,12 +50,12 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 from hpctrain.checkpoint.exchange.size_causes import likely_cause, size_text
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer, tokenizer_of_folder
 from hpctrain.checkpoint.exchange.upcycle import upcycled
-from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.finite import require_finite
-from hpctrain.checkpoint.layout import Index, TensorRange, rectangles_of
-from hpctrain.checkpoint.read import in_types, load
+from hpctrain.checkpoint.load import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_source import BUFFER_BYTES
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
@@ -394,7 +394,7 @@ def load_source(
         Shape of the source.
 
     Raises:
-        HpctrainError: The source does not fit, as in `source_shape`, `open_model` and `checkpoint.read.load`.
+        HpctrainError: The source does not fit, as in `source_shape`, `open_model` and `checkpoint.load.load`.
             All ranks raise the same error.
         InputOutputError: Weights cannot be read or are not finite.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from hpctrain.checkpoint.layout import Index, TensorRange
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange
 from hpctrain.parallel.shards import Shard
 
 _EXPERTS = {

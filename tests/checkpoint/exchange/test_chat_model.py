@@ -20,7 +20,7 @@ import torch
 
 import hpctrain
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
 from hpctrain.comm.world import World
 from hpctrain.data.chat_template import LLAMA3, ChatTemplate

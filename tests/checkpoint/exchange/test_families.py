@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.source import open_model, source_shape
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.state_entries import model_entries
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.families import FAMILIES

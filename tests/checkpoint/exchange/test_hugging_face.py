@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import model_entries, training_entries
 from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
-from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.read import load, read_state
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.load import load, read_state
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import model_entries, training_entries
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import export_model
 from hpctrain.checkpoint.exchange.peft import export_adapters
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_state
-from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED
 from hpctrain.data.tokenizer_settings import TokenizerSettings

@@ -13,16 +13,16 @@ import h5py
 import pytest
 import torch
 
-from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import model_keys, settled_keys, source_shape
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.families import CHOICES

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import model_entries, training_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.source import load_source, open_model, source_shape
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import model_entries, training_entries
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch

@@ -14,11 +14,11 @@ import h5py
 import pytest
 import torch
 
-from hpctrain.checkpoint.entries import master_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import master_entries
 from hpctrain.checkpoint.stored_deck import deck_state
-from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource

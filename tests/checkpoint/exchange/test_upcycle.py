@@ -10,7 +10,7 @@ import torch
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.exchange.upcycle import upcycled
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.engine.build import build_engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.costs.bucket_bytes import value_bytes
 from hpctrain.data.batches import Batches

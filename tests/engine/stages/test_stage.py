@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.state_entries import training_entries
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.costs.bucket_bytes import gradient_bytes, value_bytes

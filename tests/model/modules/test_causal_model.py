@@ -27,7 +27,7 @@ from hpctrain.checkpoint.exchange.module_tensors import (
 )
 from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CAUSAL_MODEL

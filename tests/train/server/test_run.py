@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpctrain.bench.communication_forms import bench_communication
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.prepare import prepare

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.train.checkpoints import Checkpoints

@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import shortened, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
-from hpctrain.checkpoint.extract import opened
+from hpctrain.checkpoint.tensor_source import opened
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.layout import TensorRange, rectangles, rectangles_of, runs
+from hpctrain.checkpoint.tensor_ranges import TensorRange, rectangles, rectangles_of, runs
 from hpctrain.parallel.shards import Shard
 
 

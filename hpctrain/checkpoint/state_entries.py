@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
-from hpctrain.checkpoint.layout import TensorRange
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import COMMON, MASTER, MODEL, StateTensor, owned_state
 

@@ -28,9 +28,9 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.extract import BUFFER_BYTES, ReadRequest, opened
-from hpctrain.checkpoint.layout import TensorRange, rectangles_of, runs
-from hpctrain.checkpoint.verify import verify_pieces
+from hpctrain.checkpoint.tensor_ranges import TensorRange, rectangles_of, runs
+from hpctrain.checkpoint.tensor_source import BUFFER_BYTES, ReadRequest, opened
+from hpctrain.checkpoint.verify_checksums import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER

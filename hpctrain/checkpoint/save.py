@@ -22,7 +22,7 @@ import numpy as np
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, DraftBox, begin
-from hpctrain.checkpoint.layout import TensorRange, runs
+from hpctrain.checkpoint.tensor_ranges import TensorRange, runs
 from hpctrain.comm.group import Group
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.errors import HpctrainError, InputOutputError

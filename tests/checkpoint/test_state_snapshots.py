@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import hpctrain.checkpoint.snapshots as snapshots
-from hpctrain.checkpoint.snapshots import SnapshotHistory, StateSnapshot, copies_held
+import hpctrain.checkpoint.state_snapshots as snapshots
+from hpctrain.checkpoint.state_snapshots import SnapshotHistory, StateSnapshot, copies_held
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import StateTensor
 from tests.device_double import GPU, on_gpu

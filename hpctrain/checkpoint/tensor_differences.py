@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.checksum import Words
-from hpctrain.checkpoint.extract import opened
+from hpctrain.checkpoint.tensor_source import opened
 from hpctrain.comm.group import Group
 
 # Elements of either file held at a time; with the copies that comparing makes, a few megabytes.

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint import compare as module
+from hpctrain.checkpoint import tensor_differences
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.compare import comparable, compare
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.tensor_differences import comparable, compare
 from hpctrain.comm.world import World
 from tests.checkpoint.conftest import Tensors, whole
 
@@ -27,7 +27,7 @@ def bits(tensor: Tensor) -> np.ndarray:
 def test_differences_are_those_of_the_whole_tensors(
     world: World, mpi_tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PIECE", 1000)
+    monkeypatch.setattr(tensor_differences, "_PIECE", 1000)
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     changed["large.weight"][700:703, 5] += 0.5  # far from each other in the file, so on several ranks
     changed["large.weight"][1499, 800] = -9.0

@@ -14,10 +14,10 @@ import torch
 
 from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.create import create, temporary_name
-from hpctrain.checkpoint.keep import keep, log_io_errors, newest_good, point_to, try_point_to
+from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, checkpoints
-from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.retention import keep, log_io_errors, newest_good, point_to, try_point_to
+from hpctrain.checkpoint.save import save
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from tests.checkpoint.conftest import entry
@@ -28,9 +28,9 @@ import torch
 from hpctrain.checkpoint import draft
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.names import checkpoint_path
-from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.snapshot import HostBuffer
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
+from hpctrain.checkpoint.copy_on_write import HostBuffer
+from hpctrain.checkpoint.save import save
 from hpctrain.comm.world import World
 from hpctrain.parallel.shards import Shard
 

@@ -1,7 +1,7 @@
 """Mirrors in the memory of nodes: what is found there again is what a checkpoint of that moment holds.
 
-Tests of checkpoint/slot.py, checkpoint/mirrored.py and checkpoint/mirror_folder.py beside
-checkpoint/mirror.py.
+Tests of checkpoint/mirror_slot.py, checkpoint/mirror_search.py and checkpoint/mirror_folder.py beside
+checkpoint/memory_mirror.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from zlib import crc32
 import pytest
 import torch
 
-from hpctrain.checkpoint import mirror as mirror_module
-from hpctrain.checkpoint import mirror_folder
-from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.mirror import Mirror, neighbour_ranks
+from hpctrain.checkpoint import memory_mirror, mirror_folder
+from hpctrain.checkpoint.memory_mirror import Mirror, neighbour_ranks
 from hpctrain.checkpoint.mirror_folder import (
     mirror_folder as folder_of,
 )
@@ -30,14 +28,15 @@ from hpctrain.checkpoint.mirror_folder import (
     take_mirror_folder,
     write_token,
 )
-from hpctrain.checkpoint.mirrored import find_mirror, write_mirror
-from hpctrain.checkpoint.slot import Copying, MirrorSlot, SlotContents, read_part
-from hpctrain.checkpoint.verify import verify
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.mirror_search import find_mirror, write_mirror
+from hpctrain.checkpoint.mirror_slot import Copying, MirrorSlot, SlotContents, read_part
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, entry
-from tests.checkpoint.test_write import STATE, contents
+from tests.checkpoint.test_save import STATE, contents
 
 ROUNDS = 3
 
@@ -49,7 +48,7 @@ def memory(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if world.rank == 0:
         (folder / "run").mkdir(parents=True)
     world.everyone.barrier()
-    for module in (mirror_module, mirror_folder):
+    for module in (memory_mirror, mirror_folder):
         monkeypatch.setattr(module, "MEMORY", folder)
     return folder
 

@@ -1,6 +1,6 @@
 """Loading: any layout from any layout, and nothing that is damaged.
 
-Tests of checkpoint/checkpoint_index.py beside checkpoint/read.py.
+Tests of checkpoint/checkpoint_index.py beside checkpoint/load.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.checksum import PIECE
-from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.read import load, read_state
-from hpctrain.checkpoint.verify import verify
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.load import load, read_state
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, columns, entry, rows, whole
@@ -298,16 +298,16 @@ def test_truncated_while_it_is_read(world: World, tmp_path: Path, monkeypatch: p
     path = tmp_path / "a.h5"
     held = [entry("a", torch.ones(100_000))]
     save(path, group, held, {})
-    from hpctrain.checkpoint import read
+    from hpctrain.checkpoint import load as load_module
 
-    original = read.examine
+    original = load_module.examine
 
     def shortening(path: Path, group: object) -> object:
         structure = original(path, group)
         path.write_bytes(path.read_bytes()[:200_000])
         return structure
 
-    monkeypatch.setattr(read, "examine", shortening)
+    monkeypatch.setattr(load_module, "examine", shortening)
     with pytest.raises(InputOutputError, match=r"a\.h5: truncated: it ends at byte 200000"):
         load(path, group, held)
 

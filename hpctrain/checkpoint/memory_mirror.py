@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.mirror_folder import MEMORY, new_token, part_path, remove_mirrors, take_mirror_folder
-from hpctrain.checkpoint.slot import HEADER_BYTES, Copying, Memory, MirrorSlot, SlotContents
+from hpctrain.checkpoint.mirror_slot import HEADER_BYTES, Copying, Memory, MirrorSlot, SlotContents
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError

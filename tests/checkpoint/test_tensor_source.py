@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint import extract, read
+from hpctrain.checkpoint import load as load_module
+from hpctrain.checkpoint import tensor_source
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.extract import ReadRequest, opened
-from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.checkpoint.read import load
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
+from hpctrain.checkpoint.tensor_source import ReadRequest, opened
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
@@ -40,15 +41,17 @@ def group(world: World) -> Group:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is a whole number of pieces, and no piece a whole number of rows."""
-    monkeypatch.setattr(extract, "_PIECE_BYTES", 104)
+    monkeypatch.setattr(tensor_source, "_PIECE_BYTES", 104)
 
 
 @pytest.fixture
 def nothing_doubted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is read is right by the sums of its pieces alone: nothing is read for the verdict."""
     doubted: list[object] = []
-    original = read.verify_pieces
-    monkeypatch.setattr(read, "verify_pieces", lambda *given: (doubted.extend(given[2]), original(*given)))
+    original = load_module.verify_pieces
+    monkeypatch.setattr(
+        load_module, "verify_pieces", lambda *given: (doubted.extend(given[2]), original(*given))
+    )
     yield
     assert doubted == []
 
@@ -215,7 +218,7 @@ def test_own_shares_come_first_and_all_comes_once(group: Group, tmp_path: Path, 
     added_up = {name: np.zeros(size, int) for name, size in sizes.items()}
     for rank in range(3):
         sums, touched = np.zeros(len(structure.sums), np.uint64), np.zeros(len(structure.sums), np.int64)
-        found = list(read._read_requests(structure, whole(tensors, rank, 3), sums, touched))
+        found = list(load_module._read_requests(structure, whole(tensors, rank, 3), sums, touched))
         own = [each.sums is not None for each in found]
         assert own == sorted(own, reverse=True)
         assert touched.all()
@@ -238,7 +241,7 @@ def test_memory_stays_within_the_buffer(
     save(path, group, whole(tensors, 0, 1), {})
     buffer, alive, most = 200_000, 0, 0
 
-    class Counted(extract._Piece):
+    class Counted(tensor_source._Piece):
         def __init__(self, *arguments: object) -> None:
             nonlocal alive, most
             super().__init__(*arguments)  # type: ignore[arg-type]
@@ -250,7 +253,7 @@ def test_memory_stays_within_the_buffer(
             super().land()
             alive -= self.words.nbytes
 
-    monkeypatch.setattr(extract, "_Piece", Counted)
+    monkeypatch.setattr(tensor_source, "_Piece", Counted)
     held = entry("a", tensors["a"], split("a", (800, 501), 1, 3, 4))
     stored = examine(path).datasets["/model/a"]
     tracemalloc.start()

@@ -22,7 +22,7 @@ from torch import Tensor
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.checksum import Sums, Words
-from hpctrain.checkpoint.layout import Runs, TensorBox, TensorRange, rectangles_of, runs
+from hpctrain.checkpoint.tensor_ranges import Runs, TensorBox, TensorRange, rectangles_of, runs
 from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
 

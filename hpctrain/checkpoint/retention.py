@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.names import BEST, LATEST, checkpoint_step, checkpoints, present_checkpoints
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 

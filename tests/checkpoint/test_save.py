@@ -1,6 +1,6 @@
 """Saving: the same file from every layout, whole or not there, whatever fails.
 
-Tests of checkpoint/create.py and checkpoint/draft.py beside checkpoint/write.py.
+Tests of checkpoint/create.py and checkpoint/draft.py beside checkpoint/save.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.create import create, temporary_name
 from hpctrain.checkpoint.draft import Draft, saving_bytes
-from hpctrain.checkpoint.read import load, read_state
-from hpctrain.checkpoint.verify import verify
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.load import load, read_state
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, entry, whole

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
-from hpctrain.checkpoint.entries import resumed_entries
+from hpctrain.checkpoint.state_entries import resumed_entries
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import MODEL, ResumeMode, StateTensor
 

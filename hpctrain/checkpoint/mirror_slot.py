@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES
-from hpctrain.checkpoint.layout import STORED_AS, Index, TensorBox, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_ranges import STORED_AS, Index, TensorBox, TensorRange, rectangles_of
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular, parse_json
 from hpctrain.parallel.shards import Shard

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.mirror_folder import parts_here
-from hpctrain.checkpoint.slot import MirrorPart, read_part
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.mirror_slot import MirrorPart, read_part
+from hpctrain.checkpoint.save import save
+from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 from hpctrain.text import counted, ranges
