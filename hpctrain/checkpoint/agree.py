@@ -19,7 +19,7 @@ _MOST_PROBLEMS = 8
 
 
 @contextmanager
-def together(group: Group) -> Iterator[None]:
+def raise_on_all_ranks(group: Group) -> Iterator[None]:
     """Inside it each rank works alone, without communication; on leaving, all ranks raise, or none does.
 
     An OSError counts as an InputOutputError. Every distinct problem of every rank is told.
@@ -35,19 +35,19 @@ def together(group: Group) -> Iterator[None]:
         raise combine_errors(failures) from failure
 
 
-def first_of(problems: Sequence[str]) -> HpctrainError:
+def first_difference(problems: Sequence[str]) -> HpctrainError:
     """The error about the first of several differences, and how many more there are."""
     more = f" (and {len(problems) - 1} more differ)" if len(problems) > 1 else ""
     return HpctrainError(problems[0] + more)
 
 
-def shortened(problems: list[str]) -> list[str]:
+def shorten_problems(problems: list[str]) -> list[str]:
     """The first problems, and how many more there are."""
     more = len(problems) - _MOST_PROBLEMS
     return problems if more <= 0 else [*problems[:_MOST_PROBLEMS], f"... and {more} more of this kind"]
 
 
-def combined(
+def reduce_integers(
     group: Group, numbers: NDArray[Any], operation: Literal["sum", "max"] = "sum"
 ) -> NDArray[np.int64]:
     """The sum (modulo 2^64) or maximum over the ranks of an array of 64-bit integers."""

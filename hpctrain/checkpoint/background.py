@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.copy_on_write import HostBuffer, Snapshot
-from hpctrain.checkpoint.draft import PIECE_BYTES, begin
+from hpctrain.checkpoint.copy_on_write import DraftSnapshot, HostBuffer
+from hpctrain.checkpoint.draft import PIECE_BYTES, begin_draft
 from hpctrain.checkpoint.save import write_at_offsets
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.group import Group
@@ -37,8 +37,8 @@ class BackgroundSave:
         buffer: HostBuffer,
     ) -> None:
         """Begin; collective. Parameters and errors as in `save`, besides the memory that copies may take."""
-        self._draft = begin(path, group, entries, state, min(PIECE_BYTES, buffer.piece_bytes))
-        self._snapshot = Snapshot(self._draft.pieces, buffer)
+        self._draft = begin_draft(path, group, entries, state, min(PIECE_BYTES, buffer.piece_bytes))
+        self._snapshot = DraftSnapshot(self._draft.pieces, buffer)
         self.protect = self._snapshot.protect
         self._completing = False
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -61,7 +61,7 @@ class BackgroundSave:
                 return False
             failed = True
             try:
-                with together(self._draft.group), self._draft.reported():
+                with raise_on_all_ranks(self._draft.group), self._draft.errors_with_final_name():
                     self._work.result()
                 failed = False
             finally:
@@ -84,7 +84,7 @@ class BackgroundSave:
             self._draft.store(partial(write_at_offsets, self._draft.descriptor), self._snapshot.take)
         finally:
             self._snapshot.close()
-        self._draft.settle()
+        self._draft.sync_and_verify()
 
     def _complete(self, total: Sums) -> None:
         if self._draft.group.rank == 0:

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
 from hpctrain.checkpoint.stored_state import require_state
 from hpctrain.checkpoint.tensor_ranges import STORED_AS, Index, row_major
@@ -28,7 +28,7 @@ from hpctrain.hdf5 import DAMAGE, SIGNATURE, CheckedFile, LocalDataset, open_che
 FORMAT = "hpctrain checkpoint"
 VERSION = 1
 STATE, DECK, CHECKSUMS = "/state", "/deck", "/checksums"
-COMPANIONS = "companions"
+AUXILIARY_MODELS = "companions"
 """Key of the state whose keys name models that were trained beside the file's own."""
 DTYPE = "dtype"
 NAMED = {np.dtype(stored): kind for kind, stored in STORED_AS.items() if kind not in ("bfloat16", "bool")}
@@ -68,7 +68,7 @@ class StoredTensor:
         return slice(self.first_piece, self.first_piece + pieces(self.elements))
 
     def span(self, start: Index, shape: Index) -> tuple[int, int]:
-        """Offset and length of the smallest range of the file that holds a rectangle, in bytes."""
+        """Offset and length of the smallest range of the file that holds a box, in bytes."""
         strides = row_major(self.shape)
         first = sum(at * step for at, step in zip(start, strides, strict=True))
         count = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -84,9 +84,9 @@ class CheckpointIndex:
     sums: Sums
     state: dict[str, Any]
 
-    def companion(self, dataset: str) -> str:
+    def auxiliary_model(self, dataset: str) -> str:
         """The name of the model beside the file's own that a dataset belongs to; "" of its own."""
-        others, tensor = self.state.get(COMPANIONS), dataset.rsplit("/", 1)[-1]
+        others, tensor = self.state.get(AUXILIARY_MODELS), dataset.rsplit("/", 1)[-1]
         names = others if isinstance(others, dict) else ()
         return next((name for name in names if tensor.startswith(f"{name}.")), "")
 
@@ -100,7 +100,7 @@ def examine(path: Path, group: Group | None = None) -> CheckpointIndex:
     if group is None or group.size == 1:
         return _examine(path)
     contents = CheckpointIndex(path, {}, np.empty(0, np.uint64), {})
-    with together(group):
+    with raise_on_all_ranks(group):
         if group.rank == 0:
             contents = _examine(path)
     rows, state, count = group.broadcast_object(

@@ -17,7 +17,7 @@ from threading import local
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.tensor_ranges import Index, Runs, runs
+from hpctrain.checkpoint.tensor_ranges import FlatRuns, Index, flat_runs
 from hpctrain.splitmix import GOLDEN, mix
 
 PIECE = 1 << 20
@@ -80,15 +80,15 @@ def working_bytes(elements: int) -> int:
 
 
 def add(sums: Sums, words: Words, start: Index, shape: Index, whole: Index) -> None:
-    """Add to the sums of a tensor of shape `whole` the rectangle `shape` at `start`, given as its bits."""
+    """Add to the sums of a tensor of shape `whole` the box `shape` at `start`, given as its bits."""
     rest = words.reshape(-1)
-    for group in runs(start, shape, whole):
+    for group in flat_runs(start, shape, whole):
         count = group.count * group.length
         _add_runs(sums, rest[:count].reshape(group.count, group.length), group)
         rest = rest[count:]
 
 
-def _add_runs(sums: Sums, rows: Words, group: Runs) -> None:
+def _add_runs(sums: Sums, rows: Words, group: FlatRuns) -> None:
     if group.stride == group.length:
         _add_run(sums, rows.reshape(-1), group.first)
         return

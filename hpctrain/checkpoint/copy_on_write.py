@@ -61,11 +61,11 @@ class HostBuffer:
         memory: Words = self.memory[start : start + asked]
         return memory
 
-    def give_back(self) -> None:
+    def release_oldest(self) -> None:
         """The oldest of what was taken is free again."""
         self._given.popleft()
 
-    def give_all_back(self) -> None:
+    def release_all(self) -> None:
         """Everything is free again. A copy that goes on belongs to the stream of those that follow it."""
         self._given.clear()
 
@@ -78,13 +78,13 @@ class _PieceCopy:
     work: StreamWork | None = None
 
 
-class Snapshot:
+class DraftSnapshot:
     """The elements of pieces at the time this was made, taken in order by one thread that writes them."""
 
     def __init__(self, pieces: Sequence[DraftBox], buffer: HostBuffer) -> None:
         assert all(piece.bytes <= buffer.piece_bytes for piece in pieces)
         self._pieces, self._buffer = pieces, buffer
-        buffer.give_all_back()  # a writer that failed may have left some
+        buffer.release_all()  # a writer that failed may have left some
         if buffer.stream is not None:
             buffer.stream.follow()
         self._of_step = sum(piece.entry.changes_in_step for piece in pieces)
@@ -181,5 +181,5 @@ class Snapshot:
 
     def _release(self) -> None:
         if self._copies.pop(self._taken, None) is not None:
-            self._buffer.give_back()
+            self._buffer.release_oldest()
             self._changed.notify_all()

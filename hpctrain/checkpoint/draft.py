@@ -1,7 +1,7 @@
 """A checkpoint on its way to the disk: what this rank writes of it, checks in it, and agrees on with others.
 
-The steps are `begin` (collective), `store` and `settle` (each rank alone, without communication, so that a
-thread may do them), and `finish` (collective). Only then the file gets its name.
+The steps are `begin_draft` (collective), `store` and `sync_and_verify` (local, so that a thread may do
+them), and `finish` (collective). Only then the file gets its name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import combined, shortened, together
+from hpctrain.checkpoint.agree import raise_on_all_ranks, reduce_integers, shorten_problems
 from hpctrain.checkpoint.checkpoint_index import StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.create import Tensors, complete, create, temporary_name
-from hpctrain.checkpoint.tensor_ranges import TensorBox, TensorRange, rectangles_of
-from hpctrain.checkpoint.tensor_source import opened
-from hpctrain.checkpoint.verify_checksums import damage
+from hpctrain.checkpoint.tensor_ranges import TensorBox, TensorRange, boxes_of
+from hpctrain.checkpoint.tensor_source import open_tensors
+from hpctrain.checkpoint.verify_checksums import damage_message
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.group import Group
@@ -40,35 +40,33 @@ _WRITEBACK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class DraftBox:
-    """A rectangle of a dataset that this rank writes at once."""
+    """A box of a dataset that this rank writes at once."""
 
     entry: TensorRange
-    rectangle: TensorBox
+    box: TensorBox
     stored: StoredTensor
 
     @property
     def bytes(self) -> int:
         """What it takes in the file."""
-        return self.rectangle.elements * self.stored.item_bytes
+        return self.box.elements * self.stored.item_bytes
 
     @property
     def span(self) -> tuple[int, int]:
         """Offset and length of the smallest range of the file that holds it, in bytes."""
-        return self.stored.span(self.rectangle.start, self.rectangle.shape)
+        return self.stored.span(self.box.start, self.box.shape)
 
     def device_values(self) -> Tensor | None:
         """Return its elements, their bits as integers, if a GPU holds them; otherwise None."""
         values = self.entry.values
-        return (
-            self.rectangle.view(values) if isinstance(values, Tensor) and not on_host(values.device) else None
-        )
+        return self.box.view(values) if isinstance(values, Tensor) and not on_host(values.device) else None
 
     def load(self) -> Words:
         """Its elements as they are now, flat, their bits as integers of the same size.
 
         The host waits for a GPU's current stream.
         """
-        values = self.rectangle.load(self.entry.values).contiguous().cpu().numpy().reshape(-1)
+        values = self.box.load(self.entry.values).contiguous().cpu().numpy().reshape(-1)
         words: Words = values.view(f"u{values.itemsize}")
         return words
 
@@ -120,7 +118,7 @@ class Draft:
                 self.disk.submit(start_writing, self.descriptor, start, end - start)
                 waiting = 0
 
-    def settle(self) -> None:
+    def sync_and_verify(self) -> None:
         """Bring this rank's pieces to the disk; compare what the file holds with their checksums; alone."""
         synchronized = self.disk.submit(os.fsync, self.descriptor)
         try:
@@ -129,35 +127,35 @@ class Draft:
             with naming(self.path):
                 synchronized.result()
         problems = [
-            damage(self.path, stored, [int(number) for number in different])
+            damage_message(self.path, stored, [int(number) for number in different])
             for stored in self.datasets.values()
             if len(different := np.flatnonzero(written[stored.pieces] != self.sums[stored.pieces]))
         ]
         if problems:
-            raise InputOutputError(shortened(problems))
+            raise InputOutputError(shorten_problems(problems))
 
     def _read_back(self) -> Sums:
         """The checksums of this rank's pieces as the file has them."""
         sums = np.zeros_like(self.sums)
-        with opened(self.temporary) as source:
+        with open_tensors(self.temporary) as source:
             buffer = np.empty(max((piece.bytes for piece in self.pieces), default=0), np.uint8)
             for piece in self.pieces:
                 words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
-                source.read_rectangle(words, piece.rectangle, piece.stored)
+                source.read_box(words, piece.box, piece.stored)
                 self._add(sums, piece, words)
         return sums
 
     def finish(self) -> None:
         """Add the checksums, and give the file its name; collective."""
         total = self.total()
-        with together(self.group), self.reported():
+        with raise_on_all_ranks(self.group), self.errors_with_final_name():
             if self.group.rank == 0:
                 self.publish(total)
 
     def total(self) -> Sums:
         """The checksums of all ranks together; collective."""
         seeds = [checksum.seeds(name, stored.kind, stored.shape) for name, stored in self.datasets.items()]
-        total: Sums = combined(self.group, self.sums).view(np.uint64)
+        total: Sums = reduce_integers(self.group, self.sums).view(np.uint64)
         return total + np.concatenate(seeds) if seeds else total
 
     def publish(self, total: Sums) -> None:
@@ -168,7 +166,7 @@ class Draft:
         self.temporary.replace(self.path)
         flush_to_disk(self.path.parent)
 
-    def reported(self) -> AbstractContextManager[None]:
+    def errors_with_final_name(self) -> AbstractContextManager[None]:
         """Errors tell the name the file will have, not the temporary one."""
         return with_final_name(self.temporary, self.path)
 
@@ -182,7 +180,7 @@ class Draft:
 
     def _add(self, sums: Sums, piece: DraftBox, words: Words) -> None:
         stored = piece.stored
-        checksum.add(sums[stored.pieces], words, piece.rectangle.start, piece.rectangle.shape, stored.shape)
+        checksum.add(sums[stored.pieces], words, piece.box.start, piece.box.shape, stored.shape)
 
 
 def saving_bytes(elements: int, item_bytes: int) -> int:
@@ -197,7 +195,7 @@ def saving_bytes(elements: int, item_bytes: int) -> int:
     return min(PIECE_BYTES, elements * item_bytes) + checksum.working_bytes(elements)
 
 
-def begin(
+def begin_draft(
     path: Path,
     group: Group,
     entries: Sequence[TensorRange],
@@ -214,12 +212,12 @@ def begin(
     rows: list[tuple[Any, ...]] = []
     try:
         with with_final_name(temporary, path):
-            with together(group):
+            with raise_on_all_ranks(group):
                 if group.rank == 0:
                     rows = [stored.row for stored in create(temporary, tensors, state).values()]
             datasets = {row[0]: StoredTensor(*row) for row in group.broadcast_object(rows)}
             pieces = _pieces(group, entries, datasets, piece_bytes)
-            with together(group):
+            with raise_on_all_ranks(group):
                 # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
                 descriptor = os.open(temporary, os.O_RDWR)
     except BaseException:
@@ -242,10 +240,12 @@ def _pieces(
         limit = max(1, piece_bytes // part.values.element_size())
         stored = datasets[entry.dataset]
         pieces[entry.dataset] += [
-            DraftBox(part, cut, stored) for rectangle in rectangles_of(part) for cut in rectangle.cut(limit)
+            DraftBox(part, cut, stored) for box in boxes_of(part) for cut in box.cut(limit)
         ]
-    held = [sum(piece.rectangle.elements for piece in mine) for mine in pieces.values()]
-    for stored, count in zip(datasets.values(), combined(group, np.array(held, np.int64)), strict=True):
+    held = [sum(piece.box.elements for piece in mine) for mine in pieces.values()]
+    for stored, count in zip(
+        datasets.values(), reduce_integers(group, np.array(held, np.int64)), strict=True
+    ):
         if count != stored.elements:
             raise RuntimeError(f"{stored.dataset}: the ranks hold {count} of {stored.elements} elements")
     in_order = (piece for mine in pieces.values() for piece in mine)

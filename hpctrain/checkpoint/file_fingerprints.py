@@ -7,9 +7,9 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.agree import combined, together
+from hpctrain.checkpoint.agree import raise_on_all_ranks, reduce_integers
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.tensor_source import opened
+from hpctrain.checkpoint.tensor_source import open_tensors
 from hpctrain.comm.group import Group
 from hpctrain.fault_checks.fingerprint import SUMS, Fingerprint
 
@@ -39,7 +39,7 @@ def file_fingerprints(
         for first in range(0, structure.datasets[name].elements, _PIECE)
     ]
     own = {name: Fingerprint() for name in names}
-    with together(group), opened(structure.path) as file:
+    with raise_on_all_ranks(group), open_tensors(structure.path) as file:
         buffer = np.empty(8 * _PIECE, np.uint8)
         for index, first in pieces[group.rank :: group.size]:
             stored = structure.datasets[names[index]]
@@ -48,7 +48,7 @@ def file_fingerprints(
             signed = torch.from_numpy(words.view(f"i{words.itemsize}"))
             values = signed.view(torch.uint8 if stored.kind == "bool" else getattr(torch, stored.kind))
             own[names[index]].add(values, np.arange(first, first + count, dtype=np.uint64))
-    bits = combined(group, np.array([each.bits for each in own.values()], np.uint64)).view(np.uint64)
+    bits = reduce_integers(group, np.array([each.bits for each in own.values()], np.uint64)).view(np.uint64)
     rows = [[*each.sketch, each.broken, each.elements] for each in own.values()]
     sums = group.all_reduce(torch.tensor(rows, dtype=torch.float64).reshape(-1, SUMS + 2)).numpy()
     return {

@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, rectangles_of
+from hpctrain.checkpoint.agree import raise_on_all_ranks
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, boxes_of
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.state import MASTER, MODEL
@@ -72,7 +72,7 @@ def require_finite(group: Group, where: object, entries: Iterable[TensorRange], 
         InputOutputError: A weight is not finite. The message names the first one.
     """
     weight = nonfinite_weight(group, entries)
-    with together(group):
+    with raise_on_all_ranks(group):
         if weight is not None:
             raise InputOutputError(nonfinite_sentence(where, weight, remedy))
 
@@ -90,8 +90,8 @@ def _first_nonfinite(entry: TensorRange) -> NonFiniteWeight | None:
     """Return the non-finite element of an entry that comes first in the global tensor."""
     dtype: torch.dtype = entry.values.dtype
     weights: list[NonFiniteWeight] = []
-    for rectangle in rectangles_of(entry):
-        for piece in rectangle.cut(_CHUNK_ELEMENTS):
+    for box in boxes_of(entry):
+        for piece in box.cut(_CHUNK_ELEMENTS):
             element = nonfinite_element(piece.load(entry.values).view(dtype))
             if element is not None:
                 index = tuple(start + local for start, local in zip(piece.start, element[0], strict=True))

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.retention import is_complete
 from hpctrain.checkpoint.stored_deck import stored_deck, stored_deck_text
 from hpctrain.checkpoint.tensor_ranges import Index, TensorBox, row_major
 from hpctrain.checkpoint.tensor_source import TensorSource
-from hpctrain.checkpoint.verify_checksums import damage
+from hpctrain.checkpoint.verify_checksums import damage_message
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -244,7 +244,7 @@ class LazyTensor:
             checksum.add(sums, words, (0,), (stored.elements,), (stored.elements,))
             damaged = np.flatnonzero(sums != self._sums[stored.pieces])
             if len(damaged):
-                raise InputOutputError(damage(self._source.path, stored, damaged.tolist()))
+                raise InputOutputError(damage_message(self._source.path, stored, damaged.tolist()))
         return tensor
 
     def numpy(self) -> NDArray[Any]:
@@ -265,7 +265,7 @@ class LazyTensor:
         shape = tuple(each[-1] + 1 - each.start if len(each) else 0 for each, _ in ranges)
         tensor, words = self._room(shape)
         if prod(shape):
-            self._source.read_rectangle(words, TensorBox(start, shape, 0, row_major(shape)), self._stored)
+            self._source.read_box(words, TensorBox(start, shape, 0, row_major(shape)), self._stored)
         kept = tensor[tuple(slice(None, None, each.step) for each, _ in ranges)]
         given = kept.reshape([len(each) for each, stays in ranges if stays])
         return given.clone(memory_format=torch.contiguous_format) if given.numel() < tensor.numel() else given

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import combined, first_of, together
+from hpctrain.checkpoint.agree import first_difference, raise_on_all_ranks, reduce_integers
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.tensor_ranges import TensorRange, rectangles_of, runs
-from hpctrain.checkpoint.tensor_source import BUFFER_BYTES, ReadRequest, opened
+from hpctrain.checkpoint.tensor_ranges import TensorRange, boxes_of, flat_runs
+from hpctrain.checkpoint.tensor_source import BUFFER_BYTES, ReadRequest, open_tensors
 from hpctrain.checkpoint.verify_checksums import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
@@ -66,10 +66,10 @@ def load(
         _raise_first(group, _surplus(structure, group, entries, left), same_names=False)
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
-    with together(group), opened(structure.path, buffer_bytes) as file:
+    with raise_on_all_ranks(group), open_tensors(structure.path, buffer_bytes) as file:
         file.fill(_read_requests(structure, entries, sums, touched), zero_padding)
-    totals = combined(group, sums).view(np.uint64)
-    touched = combined(group, touched, "max")
+    totals = reduce_integers(group, sums).view(np.uint64)
+    touched = reduce_integers(group, touched, "max")
     stored = structure.datasets.values()
     for each in stored:
         totals[each.pieces] += checksum.seeds(each.dataset, each.kind, each.shape)
@@ -135,8 +135,8 @@ def _surplus(
     known = [
         2 if name in asked else int(name.startswith(of_left) or not name.startswith(whole)) for name in names
     ]
-    wanted = combined(group, np.array(known, np.int64), "max")
-    of = {name: (name.split("/")[1], structure.companion(name)) for name in names}
+    wanted = reduce_integers(group, np.array(known, np.int64), "max")
+    of = {name: (name.split("/")[1], structure.auxiliary_model(name)) for name in names}
     folders = {of[name] for name, flag in zip(names, wanted, strict=True) if flag == 2}
     return [
         f"{structure.path}: {name}: in this checkpoint, but not in this model"
@@ -154,7 +154,7 @@ def _raise_first(group: Group, problems: Sequence[str], same_names: bool) -> Non
     of_ranks = group.all_gather_object([list(problems), same_names])
     distinct = list(dict.fromkeys(chain.from_iterable(found for found, _ in of_ranks)))
     if distinct:
-        error = first_of(distinct)
+        error = first_difference(distinct)
         raise InputOutputError(error.problems) if all(same for _, same in of_ranks) else error
 
 
@@ -188,8 +188,8 @@ def _read_requests(
 
 def _touch(touched: NDArray[np.int64], entry: TensorRange) -> None:
     """Mark the checksum pieces that hold any of an TensorRange's elements."""
-    for rectangle in rectangles_of(entry):
-        for group in runs(rectangle.start, rectangle.shape, entry.shape):
+    for box in boxes_of(entry):
+        for group in flat_runs(box.start, box.shape, entry.shape):
             if group.count == 1:
                 end = group.first + group.length
                 touched[group.first // checksum.PIECE : -(-end // checksum.PIECE)] = 1

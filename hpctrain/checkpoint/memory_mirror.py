@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.mirror_folder import MEMORY, new_token, part_path, remove_mirrors, take_mirror_folder
-from hpctrain.checkpoint.mirror_slot import HEADER_BYTES, Copying, Memory, MirrorSlot, SlotContents
+from hpctrain.checkpoint.mirror_slot import HEADER_BYTES, Memory, MirrorSlot, SlotContents, SlotCopy
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
@@ -59,12 +59,12 @@ class Mirror:
         self._sizes: list[int] = self._group.all_gather_object(mine)
         self._to, self._from = neighbour_ranks(nodes, world.rank)
         _require_memory(world, 2 * sum(self._sizes[rank] for rank in (world.rank, *self._from)))
-        with together(self._group):
+        with raise_on_all_ranks(self._group):
             if world.rank == 0:
                 announce(self.token)
-        with together(self._group):
+        with raise_on_all_ranks(self._group):
             self._folder, self._owner = take_mirror_folder(self.token, run, nodes[world.rank])
-        with together(self._group):
+        with raise_on_all_ranks(self._group):
             self._slots = {
                 rank: [MirrorSlot(part_path(self._folder, rank, n), self._sizes[rank]) for n in (0, 1)]
                 for rank in (world.rank, *self._from)
@@ -82,7 +82,7 @@ class Mirror:
         """Begin a mirror of the present state, which ranks send each other after the next steps but one, of
         which there are so many. What another one still lacks comes first. Collective.
         """
-        self.go_on(wait=True)
+        self.advance(wait=True)
         # From here on all ranks have all of the former one, so that the one before may be written over.
         self._group.barrier()
         self._generation += 1
@@ -102,7 +102,7 @@ class Mirror:
         contents = SlotContents.of(entries)
         own = slots[self.world.rank]
         assert contents.end <= len(own.memory), (contents.end, len(own.memory))
-        copying = Copying(contents, own.memory)
+        copying = SlotCopy(contents, own.memory)
 
         def copy() -> Memory:
             copying.run()
@@ -111,17 +111,17 @@ class Mirror:
         self._making = _MirrorWrite(step, slots, copying, self._threads.submit(copy), rounds)
 
     def protect(self, update: bool = True) -> None:
-        """After this the values may be overwritten, see Copying."""
+        """After this the values may be overwritten, see SlotCopy."""
         if self._making is not None:
             self._making.copying.protect(update)
 
-    def go_on(self, wait: bool = False) -> None:
+    def advance(self, wait: bool = False) -> None:
         """Send and receive the next part of the mirror that is being made, with `wait` all of it; on all
         ranks after the same step.
         """
         while (making := self._making) is not None:
             if making.header is None:
-                with together(self._group):
+                with raise_on_all_ranks(self._group):
                     making.header = making.copied.result()
             for work in making.messages:
                 work.wait()
@@ -134,9 +134,9 @@ class Mirror:
             if not wait:
                 return
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """No mirror that was begun so far counts; after this the values may be overwritten. Collective."""
-        self.go_on(wait=True)
+        self.advance(wait=True)
         for slot in (slot for slots in self._slots.values() for slot in slots):
             slot.empty()
         self.newest = -1
@@ -144,7 +144,7 @@ class Mirror:
 
     def close(self) -> None:
         """The run has ended in good order: nothing of it stays in memory. Collective."""
-        self.go_on(wait=True)
+        self.advance(wait=True)
         self._threads.shutdown()
         self._group.barrier()
         self._slots.clear()
@@ -177,7 +177,7 @@ class _MirrorWrite:
         self,
         step: int,
         slots: Mapping[int, MirrorSlot],
-        copying: Copying,
+        copying: SlotCopy,
         copied: Future[Memory],
         rounds: int,
     ) -> None:
@@ -222,7 +222,7 @@ def _require_memory(world: World, needed: int) -> None:
     """HpctrainError on all ranks where those of a node need more of its /dev/shm than is free. Collective."""
     here = world.everyone.all_gather_object((world.node, needed))
     total = sum(size for node, size in here if node == world.node)
-    with together(world.everyone):
+    with raise_on_all_ranks(world.everyone):
         space = os.statvfs(MEMORY)
         free = space.f_bavail * space.f_frsize
         if total > free - _FREE * space.f_blocks * space.f_frsize:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES
-from hpctrain.checkpoint.tensor_ranges import STORED_AS, Index, TensorBox, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_ranges import STORED_AS, Index, TensorBox, TensorRange, boxes_of
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular, parse_json
 from hpctrain.parallel.shards import Shard
@@ -41,17 +41,17 @@ _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A rectangle of a dataset, which lies at `offset` of the file."""
+class MirrorSlice:
+    """A box of a dataset, which lies at `offset` of the file."""
 
     entry: TensorRange
-    rectangle: TensorBox
+    box: TensorBox
     offset: int
 
     @property
     def bytes(self) -> int:
         """What it takes."""
-        return self.rectangle.elements * np.dtype(STORED_AS[self.entry.kind]).itemsize
+        return self.box.elements * np.dtype(STORED_AS[self.entry.kind]).itemsize
 
     def words(self, memory: Memory) -> Words:
         """Its place in the memory of the file, flat, the elements' bits as integers."""
@@ -62,8 +62,8 @@ class Slice:
     @property
     def described(self) -> list[object]:
         """What a table tells of it, before its place in the file and its checksum."""
-        entry, rectangle = self.entry, self.rectangle
-        return [entry.dataset, entry.kind, entry.shape, rectangle.start, rectangle.shape]
+        entry, box = self.entry, self.box
+        return [entry.dataset, entry.kind, entry.shape, box.start, box.shape]
 
     def row(self, memory: Memory) -> list[object]:
         """What a table tells of it."""
@@ -76,7 +76,7 @@ class SlotContents:
     elements; `end` is where a table may begin.
     """
 
-    slices: tuple[Slice, ...]
+    slices: tuple[MirrorSlice, ...]
     empty: tuple[tuple[str, str, Index], ...]
     end: int
 
@@ -87,8 +87,8 @@ class SlotContents:
         for entry in sorted(entries, key=lambda each: not each.changes_in_step):
             part = entry.part(*entry.share())
             limit = max(1, min(checksum.PIECE, PIECE_BYTES // part.values.element_size()))
-            for rectangle in (cut for whole in rectangles_of(part) for cut in whole.cut(limit)):
-                slices.append(Slice(part, rectangle, offset))
+            for box in (cut for whole in boxes_of(part) for cut in whole.cut(limit)):
+                slices.append(MirrorSlice(part, box, offset))
                 offset += -(-slices[-1].bytes // _ALIGNMENT) * _ALIGNMENT
         empty = {(entry.dataset, entry.kind, entry.shape) for entry in entries if not prod(entry.shape)}
         return SlotContents(tuple(slices), tuple(sorted(empty)), offset)
@@ -146,7 +146,7 @@ class MirrorSlot:
         self.memory[:HEADER_BYTES] = header
 
 
-class Copying:
+class SlotCopy:
     """Slices on their way into the memory of a file: a thread takes one after the other, and so does who
     trains where a step or an update is about to change what is not copied yet.
     """
@@ -172,7 +172,7 @@ class Copying:
     def _copy(self, last: int) -> None:
         for number in self._taken(last):
             part = self._contents.slices[number]
-            values = part.rectangle.load(part.entry.values).contiguous().cpu().numpy().reshape(-1)
+            values = part.box.load(part.entry.values).contiguous().cpu().numpy().reshape(-1)
             np.copyto(part.words(self._memory), values.view(f"u{values.itemsize}"))
         with self._changed:
             self._changed.wait_for(lambda: all(number >= last for number in self._copying))

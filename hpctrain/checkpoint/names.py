@@ -37,7 +37,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(left, key=lambda path: (not left[path], checkpoint_step(path)), reverse=True)
 
 
-def present_checkpoints(folder: str | Path) -> list[Path]:
+def current_checkpoints(folder: str | Path) -> list[Path]:
     """As `checkpoints`, without those that a run left behind when it went back."""
     left = _left(Path(folder))
     return [path for path in checkpoints(folder) if not left.get(path, True)]

@@ -103,7 +103,7 @@ class Provenance:
         self._here = replace(self._here, ranks=ranks, layout=layout)
         return self
 
-    def go_on(self, state: Mapping[str, Any], origin: str) -> None:
+    def continue_from(self, state: Mapping[str, Any], origin: str) -> None:
         """Append to the chain that the state of a checkpoint, or of another `origin`, tells."""
         self._earlier = history(state)
         self._losses.clear()
@@ -111,7 +111,7 @@ class Provenance:
         step = int(state["step"])
         self._here = replace(self._here, first_step=step + 1, went_on_from=_cut(origin))
 
-    def note(self, step: int, loss: float, grad_norm: float) -> None:
+    def record(self, step: int, loss: float, grad_norm: float) -> None:
         """Remember what a step recorded."""
         self._losses.append(RecordedLoss(step, finite(loss), finite(grad_norm)))
 

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import examine
-from hpctrain.checkpoint.names import BEST, LATEST, checkpoint_step, checkpoints, present_checkpoints
+from hpctrain.checkpoint.names import BEST, LATEST, checkpoint_step, checkpoints, current_checkpoints
 from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 
 
-def agreed_checkpoints(folder: str | Path, group: Group, present: bool = False) -> list[Path]:
+def list_checkpoints(folder: str | Path, group: Group, present: bool = False) -> list[Path]:
     """The checkpoints of a folder as rank 0 sees them, newest first, without those that were left behind if
     only `present` ones are asked for; collective. Raises InputOutputError.
     """
     names: list[str] = []
-    with together(group):
+    with raise_on_all_ranks(group):
         if group.rank == 0:
-            names = [path.name for path in (present_checkpoints if present else checkpoints)(folder)]
+            names = [path.name for path in (current_checkpoints if present else checkpoints)(folder)]
     return [Path(folder) / name for name in group.broadcast_object(names)]
 
 
@@ -33,7 +33,7 @@ def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple
     same. InputOutputError if the folder cannot be listed or, with `strict`, if the newest is not complete.
     """
     warnings: list[str] = []
-    for path in agreed_checkpoints(folder, group):
+    for path in list_checkpoints(folder, group):
         try:
             verify(path, group)
         except HpctrainError as error:
@@ -45,7 +45,7 @@ def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple
     return None, warnings
 
 
-def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[Path]:
+def delete_old_checkpoints(folder: str | Path, count: int, group: Group, every: int = 0) -> list[Path]:
     """Delete the checkpoints older than the `count` newest good ones; collective, rank 0 deletes.
 
     Those of every `every`-th step stay, and that to which the link `best` leads. Call it after a save. A
@@ -56,9 +56,9 @@ def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[P
     assert count >= 1, count
     deleted: list[Path] = []
     failures: list[str] = []
-    with together(group):
+    with raise_on_all_ranks(group):
         if group.rank == 0:
-            good, best = 0, linked(folder, BEST)
+            good, best = 0, link_target(folder, BEST)
             for path in checkpoints(folder):
                 if good < count:
                     good += is_complete(path)
@@ -76,13 +76,13 @@ def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[P
     return deleted
 
 
-def linked(folder: str | Path, name: str) -> str:
+def link_target(folder: str | Path, name: str) -> str:
     """Which file of the folder a link in it leads to; "" where there is no such link."""
     link = Path(folder) / name
     return link.readlink().name if link.is_symlink() else ""
 
 
-def unlink(folder: str | Path, name: str) -> None:
+def remove_link(folder: str | Path, name: str) -> None:
     """Remove a link, if it is there and is one."""
     if (link := Path(folder) / name).is_symlink():
         link.unlink()
@@ -95,7 +95,7 @@ def point_to(path: Path, group: Group, name: str = LATEST) -> None:
         InputOutputError: The link cannot be made, for example since the file system has no links.
     """
     link = path.with_name(name)
-    with together(group), failing_as(f"{link}: cannot link to {path.name}"):
+    with raise_on_all_ranks(group), failing_as(f"{link}: cannot link to {path.name}"):
         if group.rank == 0:
             fresh = path.with_name(f".{name}.tmp")
             if link.exists() and not link.is_symlink():

@@ -19,10 +19,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checksum import Words
-from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, DraftBox, begin
-from hpctrain.checkpoint.tensor_ranges import TensorRange, runs
+from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, DraftBox, begin_draft
+from hpctrain.checkpoint.tensor_ranges import TensorRange, flat_runs
 from hpctrain.comm.group import Group
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -42,7 +42,7 @@ def save(
     `piece_bytes` besides its entries. InputOutputError, the same on all ranks, if the file cannot be
     written (it is then removed; a checkpoint that had the name before is untouched).
     """
-    draft = begin(Path(path), group, entries, state, piece_bytes)
+    draft = begin_draft(Path(path), group, entries, state, piece_bytes)
     failed = True
     try:
         # Without parallel HDF5 the ranks write where the datasets' bytes lie in the file. So does one rank
@@ -50,10 +50,10 @@ def save(
         if needs_mpi(group):
             _store_with_hdf5(draft)
         else:
-            with together(group), draft.reported():
+            with raise_on_all_ranks(group), draft.errors_with_final_name():
                 draft.store(partial(write_at_offsets, draft.descriptor))
-        with together(group), draft.reported():
-            draft.settle()
+        with raise_on_all_ranks(group), draft.errors_with_final_name():
+            draft.sync_and_verify()
         draft.finish()
         failed = False
     finally:
@@ -68,7 +68,7 @@ def needs_mpi(group: Group) -> bool:
 def write_at_offsets(descriptor: int, piece: DraftBox, words: Words) -> None:
     """Write plain bytes where they belong in the file, without HDF5 and without MPI: each run by itself."""
     stored, rest = piece.stored, words
-    for group in runs(piece.rectangle.start, piece.rectangle.shape, stored.shape):
+    for group in flat_runs(piece.box.start, piece.box.shape, stored.shape):
         count = group.count * group.length
         rows = rest[:count].reshape(group.count, group.length)
         if group.stride == group.length:
@@ -86,14 +86,14 @@ def _write_with_hdf5(file: h5py.h5f.FileID, piece: DraftBox, words: Words) -> No
     """One independent call of HDF5."""
     dataset = h5py.h5d.open(file, piece.stored.dataset.encode())
     space = dataset.get_space()
-    space.select_hyperslab(piece.rectangle.start, piece.rectangle.shape)
+    space.select_hyperslab(piece.box.start, piece.box.shape)
     dataset.write(h5py.h5s.create_simple((words.size,)), space, words.view(dataset.dtype))
 
 
 def _store_with_hdf5(draft: Draft) -> None:
     """All ranks open and close the file, whatever happens to one; then what happened is raised."""
     problems: list[str] = []
-    with together(draft.group), draft.reported():
+    with raise_on_all_ranks(draft.group), draft.errors_with_final_name():
         with open_on_all_ranks(draft.temporary, draft.group) as file:
             try:
                 draft.store(partial(_write_with_hdf5, file))

@@ -45,11 +45,11 @@ class StateSnapshot:
             former._values = []
         self._prints = [int(word_sum(values)) for values in self._values]
 
-    def is_good(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether no bit has changed since."""
         return self._prints == [int(word_sum(values)) for values in self._values]
 
-    def give_back(self, tensors: Iterable[StateTensor]) -> None:
+    def restore(self, tensors: Iterable[StateTensor]) -> None:
         """Have them hold again what they held."""
         for tensor, memory in zip(tensors, self._values, strict=True):
             for first, piece in fill_pieces(tensor.values):
@@ -60,7 +60,7 @@ class SnapshotHistory:
     """The newest copies, one every so many steps: enough for one that is `back` steps old at any time."""
 
     def __init__(self, every: int, back: int = 0) -> None:
-        self.every, self.most = every, copies_held(every, back)
+        self.every, self.most = every, snapshot_count(every, back)
         self._held: list[StateSnapshot] = []
 
     def due(self, step: int) -> bool:
@@ -84,11 +84,11 @@ class SnapshotHistory:
         """The oldest first."""
         return list(self._held)
 
-    def forget_beyond(self, step: int) -> None:
+    def discard_after(self, step: int) -> None:
         """The run went back to that step: what came after it never was."""
         self._held = [held for held in self._held if held.step <= step]
 
 
-def copies_held(every: int, back: int) -> int:
+def snapshot_count(every: int, back: int) -> int:
     """How many copies, one every so many steps, have one among them that is `back` steps old or older."""
     return -(-back // every) + 1 if every else 0

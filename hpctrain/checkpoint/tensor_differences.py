@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.checksum import Words
-from hpctrain.checkpoint.tensor_source import opened
+from hpctrain.checkpoint.tensor_source import open_tensors
 from hpctrain.comm.group import Group
 
 # Elements of either file held at a time; with the copies that comparing makes, a few megabytes.
@@ -59,7 +59,7 @@ def compare(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> list[
     begin, end = (len(pieces) * rank // group.size for rank in (group.rank, group.rank + 1))
     counts = group.empty((len(names),), torch.int64).zero_()
     largest = group.empty((2, len(names)), torch.float64).zero_()
-    with together(group), opened(one.path) as left, opened(other.path) as right:
+    with raise_on_all_ranks(group), open_tensors(one.path) as left, open_tensors(other.path) as right:
         buffers = np.empty((2, 8 * _PIECE), np.uint8)
         for index, first in pieces[begin:end]:
             here, there = (structure.datasets[names[index]] for structure in (one, other))

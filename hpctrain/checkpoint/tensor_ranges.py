@@ -1,4 +1,4 @@
-"""Which elements of which global tensor a rank holds, as rectangles and as runs of file elements."""
+"""Which elements of which global tensor a rank holds, as boxes and as runs of file elements."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TensorRange:
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A rectangle of a global tensor and where it lies in an TensorRange's values.
+    """A box of a global tensor and where it lies in an TensorRange's values.
 
     Element (0, ..., 0) is the global element `start` and values[at]; in memory its dims have `strides`.
     """
@@ -106,11 +106,11 @@ class TensorBox:
 
     @property
     def elements(self) -> int:
-        """Elements of the rectangle."""
+        """Elements of the box."""
         return prod(self.shape)
 
     def view(self, values: Tensor) -> Tensor:
-        """The rectangle as a strided view into the TensorRange's values, its bits as integers."""
+        """The box as a strided view into the TensorRange's values, its bits as integers."""
         bits = integers_of(values)
         return bits.as_strided(self.shape, self.strides, bits.storage_offset() + self.at)
 
@@ -136,7 +136,7 @@ class TensorBox:
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     def cut(self, limit: int) -> Iterator[TensorBox]:
-        """The rectangle in consecutive rectangles of at most `limit` elements."""
+        """The box in consecutive boxes of at most `limit` elements."""
         if self.elements <= limit:
             yield self
             return
@@ -152,7 +152,7 @@ class TensorBox:
 
 
 @dataclass(frozen=True)
-class Runs:
+class FlatRuns:
     """Equally long, equally spaced runs of a flattened global tensor.
 
     Run r is the flat elements `first + r * stride` to `first + r * stride + length`.
@@ -164,8 +164,8 @@ class Runs:
     length: int
 
 
-def rectangles_of(entry: TensorRange) -> list[TensorBox]:
-    """The rectangles of the global tensor that an TensorRange's values hold, padding left out.
+def boxes_of(entry: TensorRange) -> list[TensorBox]:
+    """The boxes of the global tensor that an TensorRange's values hold, padding left out.
 
     They are in the order of the values. A range in n dims gives at most 2n - 1 of them.
     """
@@ -174,7 +174,7 @@ def rectangles_of(entry: TensorRange) -> list[TensorBox]:
     origin = entry.shard.start or (0,)
     strides = row_major(local)
     held = []
-    for start, shape in rectangles(local, entry.offset, entry.offset + entry.values.numel()):
+    for start, shape in flat_range_boxes(local, entry.offset, entry.offset + entry.values.numel()):
         size = tuple(min(s + n, e) - s for s, n, e in zip(start, shape, extent, strict=True))
         if min(size) > 0:
             at = sum(s * step for s, step in zip(start, strides, strict=True)) - entry.offset
@@ -183,8 +183,8 @@ def rectangles_of(entry: TensorRange) -> list[TensorBox]:
     return held
 
 
-def rectangles(shape: Index, first: int, last: int) -> Iterator[tuple[Index, Index]]:
-    """Start and shape of the rectangles that make up the flat elements `first` to `last` of `shape`."""
+def flat_range_boxes(shape: Index, first: int, last: int) -> Iterator[tuple[Index, Index]]:
+    """Start and shape of the boxes that make up the flat elements `first` to `last` of `shape`."""
     if first >= last:
         return
     if len(shape) == 1:
@@ -193,19 +193,19 @@ def rectangles(shape: Index, first: int, last: int) -> Iterator[tuple[Index, Ind
     row = prod(shape[1:])
     (top, head), (bottom, tail) = divmod(first, row), divmod(last, row)
     if head:
-        for start, size in rectangles(shape[1:], head, tail if top == bottom else row):
+        for start, size in flat_range_boxes(shape[1:], head, tail if top == bottom else row):
             yield (top, *start), (1, *size)
         if top == bottom:
             return
         top += 1
     if top < bottom:
         yield (top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:])
-    for start, size in rectangles(shape[1:], 0, tail):
+    for start, size in flat_range_boxes(shape[1:], 0, tail):
         yield (bottom, *start), (1, *size)
 
 
-def runs(start: Index, shape: Index, whole: Index) -> Iterator[Runs]:
-    """The runs, in row-major order, that a rectangle makes in the flattened tensor of shape `whole`."""
+def flat_runs(start: Index, shape: Index, whole: Index) -> Iterator[FlatRuns]:
+    """The runs, in row-major order, that a box makes in the flattened tensor of shape `whole`."""
     strides = row_major(whole)
     inner = len(shape) - 1
     while inner > 0 and shape[inner] == whole[inner]:
@@ -213,12 +213,12 @@ def runs(start: Index, shape: Index, whole: Index) -> Iterator[Runs]:
     length = prod(shape[inner:])
     origin = sum(s * step for s, step in zip(start, strides, strict=True))
     if inner == 0:
-        yield Runs(origin, 1, length, length)
+        yield FlatRuns(origin, 1, length, length)
         return
     outer = inner - 1
     for index in np.ndindex(*shape[:outer]):
         first = origin + sum(i * step for i, step in zip(index, strides, strict=False))
-        yield Runs(first, shape[outer], strides[outer], length)
+        yield FlatRuns(first, shape[outer], strides[outer], length)
 
 
 def row_major(shape: Index) -> Index:

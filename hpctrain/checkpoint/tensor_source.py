@@ -22,12 +22,12 @@ from torch import Tensor
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.checksum import Sums, Words
-from hpctrain.checkpoint.tensor_ranges import Runs, TensorBox, TensorRange, rectangles_of, runs
+from hpctrain.checkpoint.tensor_ranges import FlatRuns, TensorBox, TensorRange, boxes_of, flat_runs
 from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
 
 BUFFER_BYTES = 16 << 20
-# Runs shorter than this are read together with what lies between them.
+# FlatRuns shorter than this are read together with what lies between them.
 _SIEVED_BYTES = 32 << 10
 # Read and added up at a time: what has come is still in the cache, and a piece costs more than its hand-over.
 _PIECE_BYTES = 1 << 20
@@ -54,24 +54,24 @@ class ReadRequest:
 
 
 class _Piece:
-    """A rectangle on its way into an TensorRange's values: `words` are to be read, and then landed."""
+    """A box on its way into an TensorRange's values: `words` are to be read, and then landed."""
 
-    def __init__(self, request: ReadRequest, rectangle: TensorBox) -> None:
-        self.request, self.rectangle = request, rectangle
+    def __init__(self, request: ReadRequest, box: TensorBox) -> None:
+        self.request, self.box = request, box
         entry = request.entry
-        self._filling = rectangle.filling(entry.values)
+        self._filling = box.filling(entry.values)
         self._view = self._filling.__enter__()
         self._direct = on_host(entry.values.device) and self._view.is_contiguous() and not entry.added
-        target = self._view if self._direct else torch.empty(rectangle.shape, dtype=self._view.dtype)
+        target = self._view if self._direct else torch.empty(box.shape, dtype=self._view.dtype)
         self._target = target.reshape(-1)
         self.words: Words = self._target.numpy().view(f"u{request.stored.item_bytes}")
 
     def land(self) -> None:
         """Add what was read to the sums, and bring it to the values where it does not lie there."""
-        request, rectangle, view = self.request, self.rectangle, self._view
+        request, box, view = self.request, self.box, self._view
         if request.sums is not None:
-            checksum.add(request.sums, self.words, rectangle.start, rectangle.shape, request.stored.shape)
-        target, dtype = self._target.view(rectangle.shape), request.entry.values.dtype
+            checksum.add(request.sums, self.words, box.start, box.shape, request.stored.shape)
+        target, dtype = self._target.view(box.shape), request.entry.values.dtype
         if request.entry.added:
             view.view(dtype).add_(target.view(dtype).to(view.device))
         elif not self._direct:
@@ -114,24 +114,24 @@ class TensorSource:
     def _pieces(self, requests: Iterable[ReadRequest], zero_padding: bool) -> Iterator[_Piece]:
         for each in requests:
             entry, item_bytes = each.entry, each.stored.item_bytes
-            rectangles = rectangles_of(entry)
-            read = sum(rectangle.elements for rectangle in rectangles)
+            boxes = boxes_of(entry)
+            read = sum(box.elements for box in boxes)
             if zero_padding and not entry.added and read < entry.values.numel():
                 entry.values.zero_()
-            for rectangle in rectangles:
-                most = _PIECE_BYTES if _is_direct(entry, rectangle) else self._part_bytes
+            for box in boxes:
+                most = _PIECE_BYTES if _is_direct(entry, box) else self._part_bytes
                 limit = max(1, most // item_bytes)
-                for part in rectangle.cut(limit):
+                for part in box.cut(limit):
                     yield _Piece(each, part)
 
     def _read_batch(self, batch: Iterable[_Piece]) -> None:
         for piece in batch:
-            self.read_rectangle(piece.words, piece.rectangle, piece.request.stored)
+            self.read_box(piece.words, piece.box, piece.request.stored)
 
-    def read_rectangle(self, words: Words, rectangle: TensorBox, stored: StoredTensor) -> None:
-        """Fill a flat array with the elements of a rectangle of a dataset."""
+    def read_box(self, words: Words, box: TensorBox, stored: StoredTensor) -> None:
+        """Fill a flat array with the elements of a box of a dataset."""
         rest = words
-        for group in runs(rectangle.start, rectangle.shape, stored.shape):
+        for group in flat_runs(box.start, box.shape, stored.shape):
             count = group.count * group.length
             self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
             rest = rest[count:]
@@ -155,7 +155,7 @@ class TensorSource:
                 raise InputOutputError(f"{self.path}: truncated: it ends at byte {offset}")
             rest, offset = rest[count:], offset + count
 
-    def _read_runs(self, rows: Words, group: Runs, stored: StoredTensor) -> None:
+    def _read_runs(self, rows: Words, group: FlatRuns, stored: StoredTensor) -> None:
         size, room = stored.item_bytes, self.buffer_bytes // _SPANS_A_BUFFER
         offset = stored.offset + group.first * size
         if group.count == 1 or group.stride == group.length:
@@ -175,7 +175,7 @@ class TensorSource:
 
 
 @contextmanager
-def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSource]:
+def open_tensors(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSource]:
     """The file open for reading, without HDF5."""
     descriptor = os.open(path, os.O_RDONLY)
     if hasattr(os, "posix_fadvise"):
@@ -191,12 +191,12 @@ def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSourc
         os.close(descriptor)
 
 
-def _is_direct(entry: TensorRange, rectangle: TensorBox) -> bool:
-    """Whether a rectangle is read to where it stays."""
+def _is_direct(entry: TensorRange, box: TensorBox) -> bool:
+    """Whether a box is read to where it stays."""
     values = entry.values
     if not isinstance(values, Tensor) or not on_host(values.device) or entry.added:
         return False
-    return rectangle.view(values).is_contiguous()
+    return box.view(values).is_contiguous()
 
 
 def _batches(pieces: Iterable[_Piece], least_bytes: int) -> Iterator[list[_Piece]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import shortened, together
+from hpctrain.checkpoint.agree import raise_on_all_ranks, shorten_problems
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
-from hpctrain.checkpoint.tensor_source import opened
+from hpctrain.checkpoint.tensor_source import open_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 
@@ -38,7 +38,7 @@ def verify_pieces(structure: CheckpointIndex, group: Group, mine: Sequence[tuple
     Raises InputOutputError on all ranks, naming the file, the datasets and the elements.
     """
     damaged: dict[str, list[int]] = {}
-    with together(group), opened(structure.path) as source:
+    with raise_on_all_ranks(group), open_tensors(structure.path) as source:
         buffer = np.empty(0, np.uint8)
         for stored, piece in mine:
             first = piece * checksum.PIECE
@@ -53,11 +53,13 @@ def verify_pieces(structure: CheckpointIndex, group: Group, mine: Sequence[tuple
         if damaged:
             datasets = structure.datasets
             raise InputOutputError(
-                shortened([damage(structure.path, datasets[name], at) for name, at in damaged.items()])
+                shorten_problems(
+                    [damage_message(structure.path, datasets[name], at) for name, at in damaged.items()]
+                )
             )
 
 
-def damage(path: Path, stored: StoredTensor, pieces: Sequence[int]) -> str:
+def damage_message(path: Path, stored: StoredTensor, pieces: Sequence[int]) -> str:
     """The sentence about a dataset whose pieces of these numbers differ from their checksums."""
     first = pieces[0] * checksum.PIECE
     last = min(first + checksum.PIECE, stored.elements) - 1

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.tensor_ranges import Index, TensorBox, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_ranges import Index, TensorBox, TensorRange, boxes_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.engine.stages.stage import Stage
@@ -79,7 +79,7 @@ class TransferTensor:
     @staticmethod
     def of(entry: TensorRange) -> TransferTensor:
         """Return the elements of a TensorRange without padding."""
-        return TransferTensor(entry.values, rectangles_of(entry))
+        return TransferTensor(entry.values, boxes_of(entry))
 
     @property
     def boxes(self) -> list[Box]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.load import read_state
-from hpctrain.checkpoint.names import present_checkpoints
+from hpctrain.checkpoint.names import current_checkpoints
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.costs.bucket_bytes import pool_bytes, value_bytes
 from hpctrain.costs.cache_plan import CachePlan
@@ -185,7 +185,7 @@ def _newest_checkpoint(target: Path) -> Path:
     """Return the newest checkpoint of a run's folder; the path itself if it is a file or has none."""
     if not target.is_dir():
         return target
-    return next(iter(present_checkpoints(target / "checkpoints")), target)
+    return next(iter(current_checkpoints(target / "checkpoints")), target)
 
 
 def _inference_stages(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list[StageMemory]:

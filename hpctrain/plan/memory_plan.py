@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.checkpoint.draft import saving_bytes
 from hpctrain.checkpoint.memory_mirror import COPIES
-from hpctrain.checkpoint.state_snapshots import copies_held
+from hpctrain.checkpoint.state_snapshots import snapshot_count
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
@@ -391,7 +391,7 @@ class MemoryPlanner:
 def rollback_copy_bytes(deck: Deck, stage: TrainedStage) -> int:
     """Return the bytes of host memory for the copies of a rank's state to which a run can go back."""
     back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
-    copies = copies_held(deck.checkpoint.memory_every, back)
+    copies = snapshot_count(deck.checkpoint.memory_every, back)
     return copies * sum(tensor.values.nbytes for tensor in stage.state()) if copies else 0
 
 

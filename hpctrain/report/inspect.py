@@ -9,11 +9,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.names import BEST, checkpoint_step
 from hpctrain.checkpoint.provenance import losses
-from hpctrain.checkpoint.retention import agreed_checkpoints, linked, newest_good
+from hpctrain.checkpoint.retention import link_target, list_checkpoints, newest_good
 from hpctrain.checkpoint.stored_deck import stored_deck_text
 from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.group import Group
@@ -67,9 +67,9 @@ def inspect(group: Group, target: Path, options: InspectOptions, show: Callable[
     Raises:
         HpctrainError: As in `examine`, `verify` and `compare`, on all ranks.
     """
-    with together(group):
+    with raise_on_all_ranks(group):
         if not target.exists():
-            if gone := linked(target.parent, target.name):
+            if gone := link_target(target.parent, target.name):
                 raise InputOutputError(f"{target}: is a link to {escaped(gone)}, which does not exist")
             raise InputOutputError(f"{target}: no such checkpoint or run folder")
         if target.is_dir() and (options.deck or options.other is not None or options.tensors):
@@ -94,7 +94,7 @@ def inspect(group: Group, target: Path, options: InspectOptions, show: Callable[
                 else "\n".join(differences_text(differing, options.tensors))
             )
         return EXIT_DONE if differing["equal"] else EXIT_DIFFERENT
-    with together(group):
+    with raise_on_all_ranks(group):
         if group.rank == 0:
             if options.deck:
                 show(stored_deck_text(structure.state, structure.path).removesuffix("\n"))
@@ -115,14 +115,14 @@ def inspect(group: Group, target: Path, options: InspectOptions, show: Callable[
 def _verify(path: Path, group: Group) -> CheckpointIndex:
     """Compare tensors with checksums, and parameters with the deck. Collective; errors as in `verify`."""
     structure = verify(path, group)
-    with together(group):
+    with raise_on_all_ranks(group):
         require_described_model(structure)
     return structure
 
 
 def _inspect_tokens(group: Group, target: Path, options: InspectOptions, show: Callable[[str], None]) -> int:
     """Show the contents of a token file."""
-    with together(group):
+    with raise_on_all_ranks(group):
         ignored_options = {
             "tensors": options.tensors,
             "deck": options.deck,
@@ -152,7 +152,7 @@ def _inspect_samples(group: Group, target: Path, options: InspectOptions, show: 
             raise InputOutputError(f"{folder}: has no valid checkpoint")
     assert path is not None
     structure = examine(path, group)
-    with together(group):
+    with raise_on_all_ranks(group):
         if group.rank == 0:
             spikes = bad_samples(structure, options.trust)
             show(
@@ -171,13 +171,13 @@ def _inspect_folder(group: Group, target: Path, options: InspectOptions, show: C
     that made it that.
     """
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
-    paths = agreed_checkpoints(folder, group)
+    paths = list_checkpoints(folder, group)
     if not paths:
         raise InputOutputError(f"{folder}: has no checkpoint (files such as step-00000100.h5)")
     best = ""
-    with together(group):
+    with raise_on_all_ranks(group):
         if group.rank == 0:
-            best = linked(folder, BEST)
+            best = link_target(folder, BEST)
     rows: list[dict[str, Any]] = []
     by_file: dict[str, str] = {}
     for path in paths:
@@ -192,7 +192,7 @@ def _inspect_folder(group: Group, target: Path, options: InspectOptions, show: C
             by_file[path.name] = loss_text(row["loss"]) if recorded else ""
             if path.name == best:
                 row["evaluated"] = _evaluated(structure.state, row["step"])
-        with together(group):
+        with raise_on_all_ranks(group):
             if group.rank == 0 and path.exists():
                 status = path.stat()
                 written = datetime.fromtimestamp(status.st_mtime, timezone.utc)

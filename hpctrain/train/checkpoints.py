@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.background import BackgroundSave
-from hpctrain.checkpoint.checkpoint_index import COMPANIONS, examine
+from hpctrain.checkpoint.checkpoint_index import AUXILIARY_MODELS, examine
 from hpctrain.checkpoint.copy_on_write import HostBuffer
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_weight, require_finite
 from hpctrain.checkpoint.load import in_types, load
 from hpctrain.checkpoint.names import BEST, checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
-from hpctrain.checkpoint.retention import is_complete, keep, log_io_errors, try_point_to, unlink
+from hpctrain.checkpoint.retention import (
+    delete_old_checkpoints,
+    is_complete,
+    log_io_errors,
+    remove_link,
+    try_point_to,
+)
 from hpctrain.checkpoint.save import needs_mpi, save
 from hpctrain.checkpoint.state_entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.state_snapshots import SnapshotHistory, StateSnapshot
@@ -136,7 +142,7 @@ class Checkpoints(Hook):
 
     def told_of_step(self, done: StepDone) -> None:
         """Note the step for the history."""
-        self.provenance.note(done.state.step, done.result.loss, done.result.grad_norm)
+        self.provenance.record(done.state.step, done.result.loss, done.result.grad_norm)
 
     def after_step(self, done: StepDone) -> None:
         """Note the step for the history, and complete the checkpoint under way if it can be."""
@@ -188,7 +194,7 @@ class Checkpoints(Hook):
         """Have all state be again what it was when a copy of it was made."""
         tensors = list(self.engine.state())
         await_readers(self.engine.stage.buckets)
-        held.give_back(tensors)
+        held.restore(tensors)
         replicas = next((each.shard.shape[0] for each in tensors if each.per_replica), 0)
         return self._resume(held.stored, replicas, f"memory, step {held.step}")
 
@@ -238,8 +244,8 @@ class Checkpoints(Hook):
         """Go on with what is there besides tensors, which are there by now; `replicas` were stored apart."""
         _resume_engine(self.engine, state, replicas, anew)
         for name, engine in self.engine.auxiliary_engines.items():
-            _resume_engine(engine, state[COMPANIONS][name], replicas, anew)
-        self.provenance.go_on(state, origin)
+            _resume_engine(engine, state[AUXILIARY_MODELS][name], replicas, anew)
+        self.provenance.continue_from(state, origin)
         self.best.resume(state.get(RECORD))
         self._find_best()
         # Checkpoints of earlier versions do not have all counters.
@@ -257,9 +263,9 @@ class Checkpoints(Hook):
             sentence = f"{path}: the best checkpoint is missing; the next evaluation sets a new best"
             self.heeded.append(sentence)
         self.best.lose()
-        with together(everyone):
+        with raise_on_all_ranks(everyone):
             if everyone.rank == 0:
-                unlink(self.folder, BEST)
+                remove_link(self.folder, BEST)
 
     def _saved(self, path: Path) -> None:
         """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
@@ -269,7 +275,7 @@ class Checkpoints(Hook):
         if self._is_best:
             try_point_to(path, everyone, BEST)
         with log_io_errors():
-            keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
+            delete_old_checkpoints(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
         self.longest = max(self.longest, time.perf_counter() - self._began)
         sentence = "checkpoint %s written; training paused for %.2f s"
         logging.getLogger("hpctrain").info(sentence, path, self._held_up)
@@ -295,7 +301,7 @@ class Checkpoints(Hook):
         return {
             **asdict(state),
             **_stored_engine(engine),
-            **({COMPANIONS: companions} if companions else {}),
+            **({AUXILIARY_MODELS: companions} if companions else {}),
             **({RECORD: self.best.record()} if self.best.of else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),

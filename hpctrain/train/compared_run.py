@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.checkpoint.names import checkpoint_step, present_checkpoints
+from hpctrain.checkpoint.names import checkpoint_step, current_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.world import World
@@ -158,9 +158,9 @@ def _look(path: Path) -> tuple[str | None, list[str], list[Row]]:
     """The folder of a run, its checkpoints, the newest first, and its metrics; on rank 0."""
     require_exists(path, "run folder or checkpoint")
     if path.is_dir():
-        folder, files = path, present_checkpoints(path / "checkpoints")
+        folder, files = path, current_checkpoints(path / "checkpoints")
     elif format_of(path) is not None:
-        beside = present_checkpoints(path.parent) if checkpoint_step(path) is not None else []
+        beside = current_checkpoints(path.parent) if checkpoint_step(path) is not None else []
         step = checkpoint_step(path) or 0
         files = [path, *(each for each in beside if (checkpoint_step(each) or 0) > step)]
         folder = path.absolute().parent.parent

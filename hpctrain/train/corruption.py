@@ -76,7 +76,7 @@ class Guard(StepGuard, Hook):
         if self.repetition is not None and self._step > 1 and self._step % (REPEATED * self.every) == 0:
             self._repeated = self.repetition.compare()
             if self._before is not None:
-                self._before.give_back(self._learning)
+                self._before.restore(self._learning)
         self.summed.forget()
         yield
 
@@ -92,7 +92,7 @@ class Guard(StepGuard, Hook):
         except SilentFaultError:
             self.engine.stage.synchronizer.end_step(False, 1.0)
             if self._before is not None:
-                self._before.give_back(self._learning)
+                self._before.restore(self._learning)
                 self._before = None
             self.engine.world.ledger.phase = "other"
             raise

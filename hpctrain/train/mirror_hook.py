@@ -57,7 +57,7 @@ class Mirrors(Hook):
         """Go on with the mirror that is being made, and begin another one where it is time."""
         every, step = self.deck.checkpoint.mirror_every, done.state.step
         with self._timed():
-            self.mirror.go_on()
+            self.mirror.advance()
             if step % every == 0 and step < self.deck.run.steps:
                 entries = training_entries(self.checkpoints.engine.state(), writing=True)
                 # In half of the steps up to the next one: to be there soon, and no step carries it all.
@@ -66,7 +66,7 @@ class Mirrors(Hook):
 
     def before_going_back(self) -> None:
         """What was mirrored is of steps that are given up."""
-        self.mirror.forget()
+        self.mirror.invalidate()
 
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
         """The disk has all: nothing stays in memory."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.load import read_state
-from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, present_checkpoints
+from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, current_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
-from hpctrain.checkpoint.retention import agreed_checkpoints
+from hpctrain.checkpoint.retention import list_checkpoints
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.hdf5 import format_of
@@ -64,7 +64,7 @@ def newest_recorded(world: World, folder: Path, steps: int | None, against: Path
     within = folder / "checkpoints"
     if world.everyone.broadcast_object(within.is_dir()):
         folder = within
-    paths = agreed_checkpoints(folder, world.everyone, present=True)
+    paths = list_checkpoints(folder, world.everyone, present=True)
     if not paths:
         raise InputOutputError(f"{folder}: has no checkpoint (files such as step-00000100.h5)")
     reason = ""
@@ -110,7 +110,7 @@ def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorde
 
 def _readable(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
     """What the later checkpoints in a folder tell that can be read, the newest first."""
-    for path in present_checkpoints(folder):
+    for path in current_checkpoints(folder):
         if (checkpoint_step(path) or 0) > step:
             with suppress(HpctrainError):
                 yield examine(path).state

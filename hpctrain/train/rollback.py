@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.names import checkpoint_step
-from hpctrain.checkpoint.retention import agreed_checkpoints
+from hpctrain.checkpoint.retention import list_checkpoints
 from hpctrain.checkpoint.state_snapshots import StateSnapshot
 from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.errors import HpctrainError
@@ -43,7 +43,7 @@ class Rollback:
             hook.before_going_back()
         before = checkpoints.restore(source) if isinstance(source, Path) else checkpoints.give_back(source)
         vars(state).update(vars(before))
-        checkpoints.held.forget_beyond(before.step)
+        checkpoints.held.discard_after(before.step)
         if self.trainer.guard is not None:
             self.trainer.guard.forget()
         self.reporter.went_back(before.step)
@@ -58,7 +58,7 @@ class Rollback:
 
     def _good(self, latest: int, oldest_first: bool) -> Iterator[Source]:
         self.checkpoints.finish()
-        paths = agreed_checkpoints(self.checkpoints.folder, self.trainer.world.everyone, present=True)
+        paths = list_checkpoints(self.checkpoints.folder, self.trainer.world.everyone, present=True)
         sources: list[tuple[int, Source]] = [(checkpoint_step(path) or 0, path) for path in paths]
         sources += [(held.step, held) for held in self.checkpoints.held.all]
         # Of the same step what is in memory is quicker, and stands behind.
@@ -70,7 +70,7 @@ class Rollback:
         """Whether all ranks find it so."""
         everyone = self.trainer.world.everyone
         if isinstance(source, StateSnapshot):
-            return not everyone.all_reduce(torch.tensor(0 if source.is_good() else 1)).item()
+            return not everyone.all_reduce(torch.tensor(0 if source.is_unchanged() else 1)).item()
         try:
             verify(source, everyone)
         except HpctrainError as error:

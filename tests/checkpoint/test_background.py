@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
-from hpctrain.checkpoint.copy_on_write import HostBuffer, Snapshot
+from hpctrain.checkpoint.copy_on_write import DraftSnapshot, HostBuffer
 from hpctrain.checkpoint.create import temporary_name
 from hpctrain.checkpoint.draft import Draft, DraftBox
 from hpctrain.checkpoint.save import save
@@ -75,7 +75,7 @@ def test_the_update_waits_only_for_what_the_buffer_cannot_hold() -> None:
     values = torch.arange(6 * 1024, dtype=torch.float32)
     expected = values.clone()
     parts = pieces(values, 6)
-    snapshot = Snapshot(parts, HostBuffer(3 * 4096, CPU))
+    snapshot = DraftSnapshot(parts, HostBuffer(3 * 4096, CPU))
     values = parts[0].entry.values
     assert isinstance(values, Tensor)
     found = [snapshot.take(0)]  # being written from where it is; 1, 2 and 3 fit into the buffer
@@ -105,7 +105,7 @@ def test_a_step_waits_only_for_what_it_changes() -> None:
     """The writer is at the second of four pieces, of which a step changes three."""
     parts = pieces(torch.arange(4 * 1024, dtype=torch.float32), 4)
     parts[:3] = [replace(part, entry=replace(part.entry, changes_in_step=True)) for part in parts[:3]]
-    snapshot = Snapshot(parts, HostBuffer(3 * 4096, CPU))
+    snapshot = DraftSnapshot(parts, HostBuffer(3 * 4096, CPU))
     snapshot.take(0)
     values = snapshot.take(1)
     protected = threading.Event()
@@ -144,7 +144,7 @@ def test_what_a_gpu_holds_is_copied_beside_the_step() -> None:
     parts = [part if number == 2 else replace(part, entry=on_device) for number, part in enumerate(parts)]
     buffer, stream = HostBuffer(3 * 4096, CPU), LateStream()
     buffer.stream = stream  # type: ignore[assignment]
-    snapshot = Snapshot(parts, buffer)
+    snapshot = DraftSnapshot(parts, buffer)
     found = [snapshot.take(0).copy()]
     assert stream.events == ["start ", "start ", "wait "], "the second piece comes while the first is written"
     protected = threading.Event()
@@ -172,7 +172,7 @@ def test_an_update_waits_on_the_gpu_for_copies_of_which_none_is_written() -> Non
     parts = [replace(part, entry=replace(part.entry, values=on_gpu(held))) for part in parts]
     buffer, stream = HostBuffer(4 * 4096, CPU), LateStream()
     buffer.stream = stream  # type: ignore[assignment]
-    snapshot = Snapshot(parts, buffer)
+    snapshot = DraftSnapshot(parts, buffer)
     snapshot.protect()
     held.zero_()
     found = np.concatenate([snapshot.take(0).copy(), snapshot.take(1).copy()])
@@ -182,17 +182,17 @@ def test_an_update_waits_on_the_gpu_for_copies_of_which_none_is_written() -> Non
 
 def test_a_failed_writer_leaves_the_buffer_to_the_next_one() -> None:
     parts, buffer = pieces(torch.ones(2048), 2), HostBuffer(2 * 4096, CPU)
-    failed = Snapshot(parts, buffer)
+    failed = DraftSnapshot(parts, buffer)
     failed.protect()
     failed.close()
-    snapshot = Snapshot(parts, buffer)
+    snapshot = DraftSnapshot(parts, buffer)
     assert buffer.take(4096) is not None and buffer.take(4096) is not None
     snapshot.close()
 
 
 def test_a_failed_writer_holds_nobody_up() -> None:
     parts = pieces(torch.ones(4096), 4)
-    snapshot = Snapshot(parts, HostBuffer(2 * 4096, CPU))
+    snapshot = DraftSnapshot(parts, HostBuffer(2 * 4096, CPU))
     snapshot.take(0)
     snapshot.close()
     snapshot.protect()
@@ -205,17 +205,17 @@ def test_the_buffer_is_a_ring() -> None:
     assert first is not None and second is not None
     assert len(first) == 500
     assert buffer.take(128) is None
-    buffer.give_back()
+    buffer.release_oldest()
     third = buffer.take(512)
     assert third is not None
     assert third.ctypes.data == first.ctypes.data
     assert buffer.take(1) is None  # 64 bytes are free, but at the end, behind what is taken around it
-    buffer.give_back()
+    buffer.release_oldest()
     assert buffer.take(448) is not None
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("stage", ["store", "settle", "publish"])
+@pytest.mark.parametrize("stage", ["store", "sync_and_verify", "publish"])
 def test_errors_are_agreed_and_leave_nothing(
     stage: str, world: World, mpi_tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.tensor_ranges import rectangles
+from hpctrain.checkpoint.tensor_ranges import flat_range_boxes
 
 MASK = 2**64 - 1
 
@@ -69,7 +69,7 @@ def test_flat_ranges_give_the_same_sums() -> None:
     sums = zeros(words.shape)
     bounds = [0, 1, 900, 12345, 1_048_575, 1_048_577, words.size]
     for first, last in pairwise(bounds):
-        for start, shape in rectangles(words.shape, first, last):
+        for start, shape in flat_range_boxes(words.shape, first, last):
             part = np.ascontiguousarray(
                 words[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
             )

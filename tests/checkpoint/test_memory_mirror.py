@@ -29,7 +29,7 @@ from hpctrain.checkpoint.mirror_folder import (
     write_token,
 )
 from hpctrain.checkpoint.mirror_search import find_mirror, write_mirror
-from hpctrain.checkpoint.mirror_slot import Copying, MirrorSlot, SlotContents, read_part
+from hpctrain.checkpoint.mirror_slot import MirrorSlot, SlotContents, SlotCopy, read_part
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.checkpoint.verify_checksums import verify
@@ -78,9 +78,9 @@ def make(mirror: Mirror, held: list[TensorRange], step: int) -> None:
     for each in held:
         each.values.zero_()
     for _ in range(ROUNDS):
-        mirror.go_on()
+        mirror.advance()
         assert mirror.newest != step
-    mirror.go_on()
+    mirror.advance()
     assert mirror.newest == step
     mirror.world.everyone.barrier()
 
@@ -142,7 +142,7 @@ def test_one_that_is_not_complete_leaves_the_one_before(
     make(mirror, held, 4)
     mirror.begin(held, {**STATE, "step": 8}, 8, ROUNDS)
     for _ in range(rounds):
-        mirror.go_on()
+        mirror.advance()
     world.everyone.barrier()
     found, _ = find_mirror(world, mirror.token)
     assert found is not None
@@ -160,8 +160,8 @@ def test_one_that_is_forgotten_does_not_count_and_later_ones_do(
     mirror = mirror_of(world, memory, held)
     make(mirror, held, 8)
     mirror.begin(held, {**STATE, "step": 12}, 12, ROUNDS)
-    mirror.go_on()
-    mirror.forget()
+    mirror.advance()
+    mirror.invalidate()
     assert find_mirror(world, mirror.token) == (None, [])
     make(mirror, held, 4)
     found, sentences = find_mirror(world, mirror.token)
@@ -302,7 +302,7 @@ def test_an_update_copies_what_the_thread_has_not(tmp_path: Path) -> None:
     own = SlotContents.of(held)
     assert [each.entry.dataset for each in own.slices] == ["/model/b", "/model/a"]
     slot = MirrorSlot(tmp_path / "slot", own.room({}))
-    copying = Copying(own, slot.memory)
+    copying = SlotCopy(own, slot.memory)
     copying.protect(update=False)
     held[1].values.zero_()
     copying.protect()

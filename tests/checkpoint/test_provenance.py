@@ -30,9 +30,9 @@ def test_every_resume_appends_to_the_chain() -> None:
     for number in range(3):
         run = begin(f"run{number}")
         if number:
-            run.go_on({"step": 10 * number, **state}, f"a/step-{10 * number}.h5")
+            run.continue_from({"step": 10 * number, **state}, f"a/step-{10 * number}.h5")
         for step in range(10 * number + 1, 10 * number + 11):
-            run.note(step, 1 / step, 2 / step)
+            run.record(step, 1 / step, 2 / step)
         state = json.loads(json.dumps(run.stored(10 * number + 10), allow_nan=False))
     found = history(state)
     assert [(s.title, s.first_step, s.last_step, s.went_on_from) for s in found] == [
@@ -50,12 +50,12 @@ def test_what_is_stored_is_bounded() -> None:
     state: dict[str, object] = {"step": 0}
     first = begin("first")
     for step in range(1, 151):
-        first.note(step, float("nan"), float("inf"))
+        first.record(step, float("nan"), float("inf"))
     state = first.stored(150)
     assert len(state["history"]) == 1
     rows = state["history"] * (SEGMENTS + 500)
     run = begin("x" * 5000)
-    run.go_on({"step": 150, "history": rows, "losses": state["losses"]}, "y" * 5000)
+    run.continue_from({"step": 150, "history": rows, "losses": state["losses"]}, "y" * 5000)
     stored = run.stored(160)
     assert len(stored["history"]) == SEGMENTS
     assert stored["history"][0]["title"] == "first"

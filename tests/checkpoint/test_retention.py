@@ -16,7 +16,13 @@ from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.create import create, temporary_name
 from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, checkpoints
-from hpctrain.checkpoint.retention import keep, log_io_errors, newest_good, point_to, try_point_to
+from hpctrain.checkpoint.retention import (
+    delete_old_checkpoints,
+    log_io_errors,
+    newest_good,
+    point_to,
+    try_point_to,
+)
 from hpctrain.checkpoint.save import save
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -119,7 +125,7 @@ def test_unreadable_ones_are_passed_over(
         newest_good(mpi_tmp_path, group, strict=True)
     if problem == "EIO later":  # its structure is good
         return
-    keep(mpi_tmp_path, 1, group)
+    delete_old_checkpoints(mpi_tmp_path, 1, group)
     group.barrier()
     assert [checkpoint_step(path) for path in checkpoints(mpi_tmp_path)] == [3, 2]
 
@@ -179,17 +185,17 @@ def test_the_newest_good_ones_are_kept(world: World, mpi_tmp_path: Path) -> None
         group.barrier()
         return found
 
-    keep(mpi_tmp_path, 9, group)
+    delete_old_checkpoints(mpi_tmp_path, 9, group)
     assert steps() == [5, 4, 3, 2, 1]
-    keep(mpi_tmp_path, 2, group)
+    delete_old_checkpoints(mpi_tmp_path, 2, group)
     assert steps() == [5, 4, 3]
-    keep(mpi_tmp_path, 1, group)
+    delete_old_checkpoints(mpi_tmp_path, 1, group)
     assert steps() == [5]
     group.barrier()
     if group.rank == 0:
         checkpoint_path(mpi_tmp_path, 5).write_bytes(b"damaged")
     group.barrier()
-    keep(mpi_tmp_path, 1, group)
+    delete_old_checkpoints(mpi_tmp_path, 1, group)
     assert steps() == [5]
 
 
@@ -207,9 +213,9 @@ def test_a_run_that_went_back_gives_up_what_lies_beyond(world: World, tmp_path: 
         save_step(step)
     assert steps() == [6, 4, 12, 8]
     assert newest_good(tmp_path, group)[0] == checkpoint_path(tmp_path, 6)
-    keep(tmp_path, 3, group)
+    delete_old_checkpoints(tmp_path, 3, group)
     assert steps() == [6, 4, 12]
-    keep(tmp_path, 1, group)
+    delete_old_checkpoints(tmp_path, 1, group)
     assert steps() == [6]
     # One that is complete, to which the run had no time to point, is the newest.
     save(checkpoint_path(tmp_path, 7), group, [entry("a", torch.arange(50.0))], {"step": 7})
@@ -243,12 +249,12 @@ def test_what_a_run_gave_up_stays_so_when_it_comes_by(world: World, tmp_path: Pa
         ("collective", "create", "0"),
         ("collective", "_add", "1"),
         ("collective", "store", "all"),
-        ("collective", "settle", "1"),
+        ("collective", "sync_and_verify", "1"),
         ("collective", "complete", "0"),
         ("collective", "publish", "0"),
         ("background", "_add", "1"),
         ("background", "store", "0"),
-        ("background", "settle", "all"),
+        ("background", "sync_and_verify", "all"),
         ("background", "complete", "0"),
     ],
 )
@@ -307,7 +313,7 @@ def test_what_a_run_does_not_write_is_kept(world: World, mpi_tmp_path: Path) -> 
     (mpi_tmp_path / "latest").write_text("mine")
     for step in (3, 4):
         save(checkpoint_path(mpi_tmp_path, step), group, [entry("a", torch.arange(5.0))], {"step": step})
-    assert keep(mpi_tmp_path, 1, group) == [checkpoint_path(mpi_tmp_path, 3)]
+    assert delete_old_checkpoints(mpi_tmp_path, 1, group) == [checkpoint_path(mpi_tmp_path, 3)]
     point_to(checkpoint_path(mpi_tmp_path, 4), group)
     assert (mpi_tmp_path / "latest").read_text() == "mine"
     (mpi_tmp_path / "latest").unlink()
@@ -328,7 +334,7 @@ def test_what_a_run_can_do_without_is_a_warning(
     monkeypatch.setattr(Path, "unlink", refuse)
     monkeypatch.setattr(Path, "symlink_to", refuse)
     with log_io_errors():
-        keep(tmp_path, 1, group)
+        delete_old_checkpoints(tmp_path, 1, group)
     try_point_to(checkpoint_path(tmp_path, 3), group)
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}/step-00000002.h5: cannot be deleted: Input/output error; the run continues",

@@ -205,7 +205,7 @@ def test_damage_before_the_rename_is_noticed(
     """A byte that the disk stores wrongly: the file never gets its name."""
     group = world.everyone
     held = whole(tensors, group.rank, group.size)
-    original = Draft.settle
+    original = Draft.sync_and_verify
 
     def spoiled(draft: Draft) -> None:
         if group.rank == 0:
@@ -215,7 +215,7 @@ def test_damage_before_the_rename_is_noticed(
         group.barrier()
         original(draft)
 
-    monkeypatch.setattr(Draft, "settle", spoiled)
+    monkeypatch.setattr(Draft, "sync_and_verify", spoiled)
     with pytest.raises(InputOutputError, match=r"a.h5: /model/matrix is damaged") as error:
         save(mpi_tmp_path / "a.h5", group, held, STATE)
     assert "tmp" not in error.value.problems[0].rpartition("/a.h5")[2]

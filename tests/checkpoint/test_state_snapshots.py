@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hpctrain.checkpoint.state_snapshots as snapshots
-from hpctrain.checkpoint.state_snapshots import SnapshotHistory, StateSnapshot, copies_held
+from hpctrain.checkpoint.state_snapshots import SnapshotHistory, StateSnapshot, snapshot_count
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import StateTensor
 from tests.device_double import GPU, on_gpu
@@ -36,8 +36,8 @@ def test_what_was_there_is_there_again() -> None:
     for each in values.tensors:
         each.zero_()
     (copy,) = held.all
-    assert copy.is_good()
-    copy.give_back(values.state())
+    assert copy.is_unchanged()
+    copy.restore(values.state())
     assert all(torch.equal(one, other) for one, other in zip(before, values.tensors, strict=True))
     assert copy.stored == {"step": 4, "losses": [1.0]}
 
@@ -68,9 +68,9 @@ def test_a_copy_that_a_run_went_back_to_tells_what_it_goes_on_with() -> None:
 def test_a_copy_that_changed_is_not_good() -> None:
     values, copy = Values(), StateSnapshot(1, {})
     copy.take(values.state())
-    assert copy.is_good()
+    assert copy.is_unchanged()
     copy._values[1].view(torch.int16)[3] ^= 1
-    assert not copy.is_good()
+    assert not copy.is_unchanged()
 
 
 @pytest.mark.parametrize("every", [1, 3, 10, 25])
@@ -87,7 +87,7 @@ def test_there_is_always_one_that_is_old_enough(every: int, back: int) -> None:
         if step + 1 - back >= 0:
             assert any(copy.step <= step + 1 - back for copy in held.all), step
         assert held.all[-1].step > step - every
-    assert most == copies_held(every, back) == held.most
+    assert most == snapshot_count(every, back) == held.most
 
 
 def test_without_any_none_is_due_but_the_first() -> None:
@@ -97,7 +97,7 @@ def test_without_any_none_is_due_but_the_first() -> None:
     assert not held.due(38)
     assert held.due(40)
     assert not SnapshotHistory(0).due(0)
-    assert copies_held(0, 100) == 0
+    assert snapshot_count(0, 100) == 0
 
 
 def test_memory_of_the_oldest_is_used_again() -> None:
@@ -113,7 +113,7 @@ def test_what_never_was_is_forgotten() -> None:
     values, held = Values(), SnapshotHistory(2, 6)
     for step in (0, 2, 4, 6):
         held.take(step, values.state(), {"at": step})
-    held.forget_beyond(4)
+    held.discard_after(4)
     assert [copy.step for copy in held.all] == [0, 2, 4]
     held.take(4, values.state(), {"at": "again"})
     assert [copy.stored["at"] for copy in held.all] == [0, 2, "again"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.tensor_ranges import TensorRange, rectangles, rectangles_of, runs
+from hpctrain.checkpoint.tensor_ranges import TensorRange, boxes_of, flat_range_boxes, flat_runs
 from hpctrain.parallel.shards import Shard
 
 
@@ -40,7 +40,7 @@ def test_blocks_hold_the_global_elements(given_: tuple[TensorRange, np.ndarray],
     entry, values = given_
     index = np.arange(prod(entry.shape)).reshape(entry.shape)
     seen = []
-    for block in rectangles_of(entry):
+    for block in boxes_of(entry):
         for piece in block.cut(limit):
             assert piece.elements <= limit
             view = piece.view(entry.values)
@@ -48,7 +48,7 @@ def test_blocks_hold_the_global_elements(given_: tuple[TensorRange, np.ndarray],
             assert np.array_equal(view.numpy(), index[where])
             in_runs = [
                 group.first + row * group.stride + k
-                for group in runs(piece.start, piece.shape, entry.shape)
+                for group in flat_runs(piece.start, piece.shape, entry.shape)
                 for row in range(group.count)
                 for k in range(group.length)
             ]
@@ -62,7 +62,7 @@ def test_a_range_makes_few_rectangles(shape: list[int], data: Any) -> None:
     total = prod(shape)
     first = data.draw(st.integers(0, total))
     last = data.draw(st.integers(first, total))
-    found = list(rectangles(tuple(shape), first, last))
+    found = list(flat_range_boxes(tuple(shape), first, last))
     assert len(found) <= 2 * len(shape) - 1
     index = np.arange(total).reshape(shape)
     parts = [

@@ -23,7 +23,7 @@ from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.load import load
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.tensor_ranges import TensorRange
-from hpctrain.checkpoint.tensor_source import ReadRequest, opened
+from hpctrain.checkpoint.tensor_source import ReadRequest, open_tensors
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
@@ -89,7 +89,7 @@ def test_ranges_with_any_ends(kind: torch.dtype, group: Group, tmp_path: Path) -
     stored = structure.datasets["/model/a"]
     one = 104 // stored.item_bytes
     expected = tensor.reshape(-1)
-    with opened(path, 1200) as source:
+    with open_tensors(path, 1200) as source:
         for first in range(0, one + 1, max(1, one // 13)):
             for count in {1, one - 1, one, one + 1, 2 * one, 2 * one + 1, 3 * one - 1}:
                 held = entry("a", torch.zeros_like(tensor)).part(first, first + count)
@@ -257,7 +257,7 @@ def test_memory_stays_within_the_buffer(
     held = entry("a", tensors["a"], split("a", (800, 501), 1, 3, 4))
     stored = examine(path).datasets["/model/a"]
     tracemalloc.start()
-    with opened(path, buffer) as source:
+    with open_tensors(path, buffer) as source:
         source.fill([ReadRequest(held, stored, None)])
     gaps = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

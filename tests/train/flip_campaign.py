@@ -101,7 +101,7 @@ class End:
         for values, clean in zip(whole_values(loop.trainer.engine.stage.buckets), self.whole, strict=True):
             values.copy_(clean)
         loop.trainer.world.communicator.barrier()
-        loop.checkpoints.held.forget_beyond(-1)
+        loop.checkpoints.held.discard_after(-1)
         loop.trainer.guard.forget()
 
 

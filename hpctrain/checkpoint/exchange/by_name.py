@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.agree import first_of, together
+from hpctrain.checkpoint.agree import first_difference, raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder
 from hpctrain.checkpoint.exchange.safetensors_folder import (
@@ -26,7 +26,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 )
 from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.load import in_types, load
-from hpctrain.checkpoint.tensor_ranges import TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_ranges import TensorRange, boxes_of
 from hpctrain.checkpoint.tensor_source import BUFFER_BYTES
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -74,7 +74,7 @@ def load_by_name(
         remedy = "start from an earlier checkpoint, or from another model"
         require_finite(world.everyone, path, wanted, remedy)
         return ""
-    with together(world.everyone):
+    with raise_on_all_ranks(world.everyone):
         folder = open_values(path)
         folder = folder if view is None else view(folder)
         found = {each.dataset: find_name(_names(each, names), folder) for each in entries}
@@ -83,7 +83,7 @@ def load_by_name(
             unknown, ignored = folder.unknown_tensors()
             problems += unknown
         if problems and view is not None:  # one value of a config.json can change all shapes
-            raise first_of(problems)
+            raise first_difference(problems)
         if problems:
             more = len(problems) - _MOST_PROBLEMS
             raise HpctrainError(
@@ -230,8 +230,8 @@ def _problems(
 def _fill(entry: TensorRange, name: str, folder: TensorFolder) -> None:
     """Read an entry's values from a tensor of a folder, without changing padding."""
     kind = entry.values.dtype
-    for rectangle in rectangles_of(entry):
-        for chunk in rectangle.cut(BUFFER_BYTES // kind.itemsize):
+    for box in boxes_of(entry):
+        for chunk in box.cut(BUFFER_BYTES // kind.itemsize):
             with chunk.filling(entry.values) as bits:
                 scalar = not entry.shard.shape
                 start, shape = ((), ()) if scalar else (chunk.start, chunk.shape)

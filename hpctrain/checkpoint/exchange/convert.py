@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import combined, together
+from hpctrain.checkpoint.agree import raise_on_all_ranks, reduce_integers
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import architecture_for_export
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     ROUTER_BIAS,
     Counterpart,
     TensorPart,
     counterparts,
 )
-from hpctrain.checkpoint.exchange.merge import Merge
+from hpctrain.checkpoint.exchange.merge import AdapterMerge
 from hpctrain.checkpoint.exchange.model_files import model_files
 from hpctrain.checkpoint.exchange.module_exchange import (
     ModuleSource,
@@ -42,9 +42,9 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     NAMES,
     NewTensor,
-    index_of,
-    new_file,
-    shared_out,
+    create_tensor_file,
+    shard_index,
+    split_into_files,
     write_text,
 )
 from hpctrain.checkpoint.exchange.source import (
@@ -63,8 +63,8 @@ from hpctrain.checkpoint.exchange.tokenizer_files import (
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
-from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, rectangles
-from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource, opened
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, flat_range_boxes
+from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource, open_tensors
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import TOKENIZER_FILE
@@ -117,31 +117,31 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     world.ledger.activity = "examining the checkpoint"
     structure = examine(checkpoint, group)
     world.ledger.activity = "writing the exported model"
-    with together(group):
+    with raise_on_all_ranks(group):
         require_new(folder)
         deck = stored_module_deck(structure)
         prepare = _prepare_export if deck is None else partial(prepare_module_export, deck)
         export = prepare(structure, dtype)
     texts = export.texts
-    files = shared_out(export.tensors, most)
+    files = split_into_files(export.tensors, most)
     sums = np.zeros(len(structure.sums), np.uint64)
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         with with_final_name(temporary, folder):
-            with together(group):
+            with raise_on_all_ranks(group):
                 if group.rank == 0:
                     _delete_left(temporary)
                     temporary.mkdir(parents=True)
-            with together(group), opened(structure.path) as source:
+            with raise_on_all_ranks(group), open_tensors(structure.path) as source:
                 for name, tensors in list(files.items())[group.rank :: group.size]:
-                    for tensor, view in new_file(temporary / name, tensors):
+                    for tensor, view in create_tensor_file(temporary / name, tensors):
                         export.copy(source, tensor, view, sums)
-            totals = combined(group, sums).view(np.uint64)
-            with together(group):
+            totals = reduce_integers(group, sums).view(np.uint64)
+            with raise_on_all_ranks(group):
                 _compare(structure, export.sources.values(), totals)
                 if group.rank == 0:
                     if len(files) > 1:
-                        texts[INDEX] = json.dumps(index_of(files), indent=2) + "\n"
+                        texts[INDEX] = json.dumps(shard_index(files), indent=2) + "\n"
                     for name, content in texts.items():
                         write_text(temporary / name, content)
                     flush_to_disk(temporary)
@@ -164,10 +164,10 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
 def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedExport:
     """Return the export of a model that hpctrain has itself; see `export_model` for the errors."""
     shape = stored_shape(structure)
-    merge = Merge(structure, shape.adapters)
+    merge = AdapterMerge(structure, shape.adapters)
     shape = replace(shape, adapters=None)
     settings = stored_settings(structure.state)
-    architecture = exported_as(shape, settings.file(MODEL_CONFIG))
+    architecture = architecture_for_export(shape, settings.file(MODEL_CONFIG))
     note = ""
     if shape.mtp_layers and not architecture.has_mtp:
         modules = counted(shape.mtp_layers, "module")
@@ -226,7 +226,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     """
     group = world.everyone
     world.ledger.activity = "importing the model"
-    with together(group):
+    with raise_on_all_ranks(group):
         check_output(out, replace)
         keys = folder_module_keys(folder)
         model = open_module_source(folder, keys, group.rank, group.size) if keys else open_model(folder)
@@ -285,7 +285,7 @@ class FolderTensor(ScratchSlice):
 
     def load(self) -> Tensor:
         """Read into new memory."""
-        cut = rectangles(self.shape, self.first, self.first + self.length)
+        cut = flat_range_boxes(self.shape, self.first, self.first + self.length)
         return torch.cat([self.model.read(self.dataset, start, shape).reshape(-1) for start, shape in cut])
 
 
@@ -343,7 +343,7 @@ class _ExportedTensors:
         factors: Factors of weights by dataset, as `_folded` returns them.
     """
 
-    merge: Merge
+    merge: AdapterMerge
     sources: Mapping[str, StoredTensor]
     dtype: torch.dtype
     factors: Mapping[str, float]

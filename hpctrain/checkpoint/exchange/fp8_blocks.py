@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.checkpoint.agree import first_of
-from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, TYPES, Described, Index, TensorFolder
+from hpctrain.checkpoint.agree import first_difference
+from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, TYPES, Index, TensorFolder, TensorInfo
 from hpctrain.errors import HpctrainError
 from hpctrain.text import either
 
@@ -65,7 +65,7 @@ class Fp8Folder(TensorFolder):
             if (text := misfits.get(name) or self._problem(name, tensors))
         ]
         if problems:
-            raise first_of(problems)
+            raise first_difference(problems)
         for name in self._quantized:
             tensors[name] = replace(tensors[name], kind="BF16")
             del tensors[name + SCALES]
@@ -73,7 +73,7 @@ class Fp8Folder(TensorFolder):
         # One for each kind of tensors, since a folder keeps the file of its last tensor open.
         self._numbers, self._scales = (TensorFolder(folder.path, folder.tensors) for _ in range(2))
 
-    def _shape_problem(self, name: str, tensors: Mapping[str, Described]) -> str | None:
+    def _shape_problem(self, name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
         """Return a message if the scales of a matrix have not one element for each block."""
         matrix, scales = tensors[name], tensors.get(name + SCALES)
         if scales is None or len(matrix.shape) < len(self._block):
@@ -82,7 +82,7 @@ class Fp8Folder(TensorFolder):
         message = f"has scales of shape {list(scales.shape)}, expected {blocks} for its blocks"
         return message if list(scales.shape) != blocks else None
 
-    def _problem(self, name: str, tensors: Mapping[str, Described]) -> str | None:
+    def _problem(self, name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
         """Return a message if scales are missing, a matrix has too few dims, or scales have another type."""
         matrix, scales = tensors[name], tensors.get(name + SCALES)
         if scales is None:

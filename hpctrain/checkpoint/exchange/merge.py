@@ -20,7 +20,7 @@ from hpctrain.sharding.state import MASTER, MODEL
 
 
 @dataclass(frozen=True)
-class Merge:
+class AdapterMerge:
     """The adapters of a checkpoint's model, if it has any."""
 
     structure: CheckpointIndex

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
-from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import architecture_for_export
 from hpctrain.checkpoint.exchange.tokenizer_files import special_ids, tokenizer_files
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_settings import (
@@ -51,7 +51,7 @@ def model_files(
         HpctrainError: `transformers` has no such model.
     """
     imported = settings.file(MODEL_CONFIG)
-    architecture = exported_as(shape, imported)
+    architecture = architecture_for_export(shape, imported)
     context = context_length(shape, architecture, settings)
     ids = _special_ids_by_file(settings, tokenizer)
     config = _imported_config(imported, architecture) | config_of(shape, dtype, imported)

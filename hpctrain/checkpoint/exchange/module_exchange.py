@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.checkpoint.agree import first_of
+from hpctrain.checkpoint.agree import first_difference
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.assembled_tensor import SourceBox
@@ -122,7 +122,7 @@ def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: in
     unknown, ignored = folder.unknown_tensors()
     problems += unknown
     if problems:
-        raise first_of(problems)
+        raise first_difference(problems)
     require_equal_copies(folder, aliases, rank, ranks)
     integers = integer_types(module)
     require_forward(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpctrain.checkpoint.exchange.assembled_tensor import AssembledTensor, Index
-from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, Described, TensorFolder
+from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, TensorFolder, TensorInfo
 from hpctrain.errors import HpctrainError
 from hpctrain.text import either
 
@@ -171,9 +171,9 @@ class ModuleFolder(TensorFolder):
             keys = [key for key in sizes if key.endswith(_LAYER_COUNTS)] if is_block_missing else []
         return f" ({either(f'{key} = {sizes[key]}' for key in keys)} in {CONFIG})" if keys else ""
 
-    def _describe(self, tensor: AssembledTensor) -> Described:
+    def _describe(self, tensor: AssembledTensor) -> TensorInfo:
         first = self._folder.tensors[tensor.boxes[0].source]
-        return Described(first.kind, tensor.shape, first.file)
+        return TensorInfo(first.kind, tensor.shape, first.file)
 
 
 def _ignored_names(module: nn.Module) -> Callable[[str], bool]:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.exchange.convert import require_new
-from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import architecture_for_export
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart, counterparts
-from hpctrain.checkpoint.exchange.merge import Merge
-from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file, write_text
+from hpctrain.checkpoint.exchange.merge import AdapterMerge
+from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, create_tensor_file, write_text
 from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
 from hpctrain.checkpoint.stored_tokenizer import stored_settings
-from hpctrain.checkpoint.tensor_source import TensorSource, opened
+from hpctrain.checkpoint.tensor_source import TensorSource, open_tensors
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer_settings import MODEL_CONFIG
@@ -49,7 +49,7 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
     temporary = folder.with_name(f".{folder.name}.tmp")
     found: dict[str, tuple[Tensor, Tensor]] = {}
     try:
-        with with_final_name(temporary, folder), together(group):
+        with with_final_name(temporary, folder), raise_on_all_ranks(group):
             if group.rank == 0:
                 require_new(folder)
                 shape = stored_shape(structure)
@@ -59,13 +59,16 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                         f"{checkpoint}: has no adapters; leave out --adapters to export the whole model"
                     )
                 imported = stored_settings(structure.state).file(MODEL_CONFIG)
-                architecture, merge = exported_as(shape, imported), Merge(structure, adapters)
+                architecture, merge = (
+                    architecture_for_export(shape, imported),
+                    AdapterMerge(structure, adapters),
+                )
                 tensors = counterparts(
                     architecture.rules,
                     tensor_shapes(replace(shape, adapters=None)),
                     architecture.head_order(shape),
                 )
-                with opened(structure.path) as source:
+                with open_tensors(structure.path) as source:
                     for each in tensors:
                         if factors := _side_by_side(source, merge, each):
                             found[each.name.removesuffix(".weight")] = factors
@@ -85,7 +88,7 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
 
 
 def _side_by_side(
-    source: TensorSource, merge: Merge, counterpart: Counterpart
+    source: TensorSource, merge: AdapterMerge, counterpart: Counterpart
 ) -> tuple[Tensor, Tensor] | None:
     """Return B and A of a Hugging Face matrix, for all native ones in it; None if these have no adapters."""
     found = [(part, merge.factors(source, part.dataset)) for part in counterpart.parts]
@@ -109,7 +112,7 @@ def _write(path: Path, found: dict[str, tuple[Tensor, Tensor]]) -> None:
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = a
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = b
     described = [NewTensor(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    for name, view in new_file(path, described):
+    for name, view in create_tensor_file(path, described):
         view[...] = tensors[name].contiguous().view(torch.int32).numpy().view(view.dtype)
 
 

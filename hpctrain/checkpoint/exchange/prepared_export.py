@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.agree import first_of
+from hpctrain.checkpoint.agree import first_difference
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.safetensors_folder import NAMES, NewTensor
@@ -81,5 +81,5 @@ def stored_sources(
             problems.append(f"{structure.path}: {stored.dataset}: {told}")
         sources[dataset] = stored
     if problems:
-        raise first_of(problems)
+        raise first_difference(problems)
     return sources

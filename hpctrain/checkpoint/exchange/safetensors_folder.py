@@ -52,7 +52,7 @@ _EVERY_TYPE = {**TYPES, **_INTEGER_TYPES}
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorInfo:
     """A tensor of the folder: its type in the file, its shape, its file."""
 
     kind: str
@@ -63,12 +63,12 @@ class Described:
 class TensorFolder:
     """The tensors of a folder, none of them in memory; made by `open_folder`."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Described]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self.path, self.tensors = path, tensors
         self._name, self._file = "", cast(Any, None)
 
     def read(self, name: str, start: Index, shape: Index) -> Tensor:
-        """The rectangle `shape` at `start` of a tensor, in the file's type."""
+        """The box `shape` at `start` of a tensor, in the file's type."""
         described = self.tensors[name]
         if name != self._name:
             # A file is mapped into memory: what has been read of it goes when it is opened anew.
@@ -76,25 +76,25 @@ class TensorFolder:
             self._file = _open(self.path / described.file)
         index = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
         try:
-            rectangle: Tensor = self._file.get_slice(name)[index]
+            box: Tensor = self._file.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise InputOutputError(f"{self.path / described.file}: {name} cannot be read: {error}") from None
-        return rectangle
+        return box
 
     def read_finite(self, name: str, start: Index, shape: Index) -> Tensor:
-        """Return a rectangle as `read` does.
+        """Return a box as `read` does.
 
         Raises:
             InputOutputError: An element of it is not a finite number.
         """
-        rectangle = self.read(name, start, shape)
-        bad = nonfinite_element(rectangle)
+        box = self.read(name, start, shape)
+        bad = nonfinite_element(box)
         if bad is not None:
             index = tuple(begin + own for begin, own in zip(start, bad[0], strict=True))
             weight = NonFiniteWeight(name, index, bad[1])
             remedy = "download or save the model again, or use another one"
             raise InputOutputError(nonfinite_sentence(self.path / self.tensors[name].file, weight, remedy))
-        return rectangle
+        return box
 
 
 def open_folder(path: Path) -> TensorFolder:
@@ -104,7 +104,7 @@ def open_folder(path: Path) -> TensorFolder:
     InputOutputError for files that are missing, truncated or damaged.
     """
     mapped = _weight_map(path)
-    tensors: dict[str, Described] = {}
+    tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for name in sorted(set(mapped.values())) if mapped is not None else [SINGLE]:
         file = _open(path / name)
@@ -115,7 +115,7 @@ def open_folder(path: Path) -> TensorFolder:
                 problems.append(
                     f"{path / name}: contains {tensor}, which {INDEX} does not list for this file"
                 )
-            tensors[tensor] = Described(kind, shape, name)
+            tensors[tensor] = TensorInfo(kind, shape, name)
     problems += [
         f"{path / name}: does not contain {tensor}, which {INDEX} lists for this file"
         for tensor, name in (mapped or {}).items()
@@ -209,7 +209,7 @@ def type_name(dtype: torch.dtype) -> str:
     return next(name for name, each in _EVERY_TYPE.items() if each == dtype)
 
 
-def shared_out(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTensor]]:
+def split_into_files(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTensor]]:
     """Files by name, each with tensors of at most `most` bytes together, or with a single larger one."""
     files: list[list[NewTensor]] = []
     room = 0
@@ -225,14 +225,14 @@ def shared_out(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTen
     return {f"model-{number:05d}-of-{count:05d}.safetensors": file for number, file in enumerate(files, 1)}
 
 
-def index_of(files: Mapping[str, Sequence[NewTensor]]) -> dict[str, Any]:
+def shard_index(files: Mapping[str, Sequence[NewTensor]]) -> dict[str, Any]:
     """What the index says of several files."""
     size = sum(tensor.nbytes for file in files.values() for tensor in file)
     mapped = sorted((tensor.name, name) for name, file in files.items() for tensor in file)
     return {"metadata": {"total_size": size}, "weight_map": dict(mapped)}
 
 
-def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, NDArray[Any]]]:
+def create_tensor_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, NDArray[Any]]]:
     """Make a safetensors file, giving name and pages of one tensor after another, to be overwritten.
 
     Elements are given as their bits, unsigned integers; tensors without elements are left out. The space is

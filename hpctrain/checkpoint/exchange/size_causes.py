@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
-from hpctrain.checkpoint.exchange.hugging_face.config_keys import EXPERTS, Config
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import EXPERT_COUNT_KEYS, Config
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart
-from hpctrain.checkpoint.exchange.safetensors_folder import Described
+from hpctrain.checkpoint.exchange.safetensors_folder import TensorInfo
 from hpctrain.model.shape import ModelShape
 
 _LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
@@ -29,7 +29,9 @@ _FLAGGED_TENSORS: Mapping[str, re.Pattern[str]] = MappingProxyType(
 
 def size_text(key: str, value: int, config: Config) -> str:
     """Return a size of a config.json, and that it is a default if the file does not say it."""
-    says = any(config.get(each) is not None for each in (EXPERTS if key in EXPERTS else (key,)))
+    says = any(
+        config.get(each) is not None for each in (EXPERT_COUNT_KEYS if key in EXPERT_COUNT_KEYS else (key,))
+    )
     return f"{key} = {value}" if says else f"{key} is missing and {value} by default"
 
 
@@ -38,7 +40,7 @@ def likely_cause(
     architecture: HuggingFaceArchitecture,
     shape: ModelShape,
     expected: Collection[Counterpart],
-    stored: Mapping[str, Described],
+    stored: Mapping[str, TensorInfo],
 ) -> str:
     """Return the key of a config.json that contradicts its folder, as the end of a message; "" if unknown.
 

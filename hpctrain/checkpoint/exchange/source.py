@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agree import first_of, together
+from hpctrain.checkpoint.agree import first_difference, raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.hugging_face.architectures import (
     HEAD,
@@ -54,7 +54,7 @@ from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.load import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
-from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, rectangles_of
+from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, boxes_of
 from hpctrain.checkpoint.tensor_source import BUFFER_BYTES
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
@@ -350,7 +350,7 @@ def open_model(path: Path) -> ModelFolder:
     problems = list(_differences(folder, tensors, shape, architecture))
     if problems:
         cause = likely_cause(config, architecture, shape, tensors, folder.tensors)
-        raise first_of([problems[0] + cause, *problems[1:]])
+        raise first_difference([problems[0] + cause, *problems[1:]])
     parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
     for each in tensors:
         for part in each.parts:
@@ -400,7 +400,7 @@ def load_source(
     """
     group = world.everyone
     if not _is_checkpoint(path):
-        with together(group):
+        with raise_on_all_ranks(group):
             model = open_model(path)
             _require_head(path, model.shape, head)
             modules = has_entries_of_modules(entries, model.shape)
@@ -410,7 +410,7 @@ def load_source(
                     _fill(_fitted(entry, model.shape), model)
         return model.shape
     structure = examine(path, group)
-    with together(group):
+    with raise_on_all_ranks(group):
         shape = stored_shape(structure)
         _require_head(path, shape, head)
         _require_adapters(path, shape, adapters)
@@ -514,7 +514,7 @@ def _fitted(entry: TensorRange, shape: ModelShape) -> TensorRange:
 def _fill(entry: TensorRange, model: ModelFolder) -> None:
     """Read the values of an entry; padding stays as it is."""
     assert entry.kind == "float32", entry.kind
-    for rectangle in rectangles_of(entry):
-        for chunk in rectangle.cut(BUFFER_BYTES // 4):
+    for box in boxes_of(entry):
+        for chunk in box.cut(BUFFER_BYTES // 4):
             with chunk.filling(entry.values) as bits:
                 bits.view(torch.float32).copy_(model.read(entry.dataset, chunk.start, chunk.shape))

@@ -222,7 +222,7 @@ def test_import_and_export_keep_logits_and_bits(name: str, world: World, tmp_pat
 def test_half_precision_in_many_files_and_small_pieces(
     name: str, dtype: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces smaller than a row, so that every kind of rectangle is read."""
+    """Pieces smaller than a row, so that every kind of box is read."""
     for module in (exchange, source):
         monkeypatch.setattr(module, "PIECE_BYTES" if module is exchange else "BUFFER_BYTES", 100)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]

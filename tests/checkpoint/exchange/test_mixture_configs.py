@@ -14,7 +14,7 @@ from hpctrain.checkpoint.exchange.hugging_face import export_choice
 from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
-from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import architecture_for_export
 from hpctrain.errors import HpctrainError
 from tests.checkpoint.exchange.test_families import GPT_OSS, QWEN2_MOE, USUAL
 
@@ -86,7 +86,7 @@ def test_a_file_may_have_dense_first_and_mlp_only_layers(monkeypatch: pytest.Mon
     both = replace(of, files=replace(of.files, mixture=mixture))
     monkeypatch.setattr(export_choice, "LANGUAGE_MODELS", [both])
     shape = shape_of({**USUAL, **QWEN2_MOE, "architectures": [of.name]}, "config.json")
-    assert exported_as(shape) == both
+    assert architecture_for_export(shape) == both
 
 
 def test_a_family_without_an_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ NO_CONFIG: Config = MappingProxyType({})
 SLIDING, FULL = LAYER_TYPES = ("sliding_attention", "full_attention")
 """Values in `layer_types` of a layer with a window, and of one without."""
 
-EXPERTS = ("num_experts", "num_local_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
 """Keys of the number of experts, of which each version of `transformers` writes one."""
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import architecture_of
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
-    EXPERTS,
+    EXPERT_COUNT_KEYS,
     FULL,
     LAYER_TYPES,
     SLIDING,
@@ -59,8 +59,8 @@ class _ConfigReader:
     def __init__(self, config: Config, where: str) -> None:
         self.architecture = architecture_of(config, where)
         self.files = self.architecture.files
-        experts = next((config[key] for key in EXPERTS if config.get(key) is not None), None)
-        self.config = config if experts is None else {**dict.fromkeys(EXPERTS, experts), **config}
+        experts = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key) is not None), None)
+        self.config = config if experts is None else {**dict.fromkeys(EXPERT_COUNT_KEYS, experts), **config}
         self.where = where
         self.problems: list[str] = []
         self.invalid_keys: set[str] = set()

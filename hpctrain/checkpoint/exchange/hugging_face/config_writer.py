@@ -6,7 +6,7 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import MTP_LAYERS, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
-    EXPERTS,
+    EXPERT_COUNT_KEYS,
     FULL,
     NO_CONFIG,
     SLIDING,
@@ -14,7 +14,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
     deck_value,
     integer_inverse_square,
 )
-from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import architecture_for_export
 from hpctrain.checkpoint.exchange.hugging_face.rope_parameters import local_rope_config, rope_config
 from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import latent_yarn_keys
 from hpctrain.deck.activations import imported_activation
@@ -36,7 +36,7 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> di
     Raises:
         HpctrainError: `transformers` has no such model.
     """
-    architecture = exported_as(shape, imported)
+    architecture = architecture_for_export(shape, imported)
     files = architecture.files
     shared = {
         "initializer_range": shape.initial_std,
@@ -156,8 +156,8 @@ def _mixture_keys(shape: ModelShape, mixture: MixtureFiles) -> dict[str, Any]:
     table = shape.experts
     assert table is not None
     keys: dict[str, Any] = {key: getattr(table, own) for own, (key, _) in mixture.sizes.items()}
-    if keys.keys() & set(EXPERTS):
-        keys |= dict.fromkeys(EXPERTS, table.count)
+    if keys.keys() & set(EXPERT_COUNT_KEYS):
+        keys |= dict.fromkeys(EXPERT_COUNT_KEYS, table.count)
     if "mlp" not in mixture.sizes:
         keys["intermediate_size"] = table.mlp
     if mixture.shared_width is not None:

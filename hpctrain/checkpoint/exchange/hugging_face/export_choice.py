@@ -19,7 +19,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.text import either
 
 
-def exported_as(shape: ModelShape, imported: Config = NO_CONFIG) -> HuggingFaceArchitecture:
+def architecture_for_export(shape: ModelShape, imported: Config = NO_CONFIG) -> HuggingFaceArchitecture:
     """Return the architecture that computes what a model of this shape does.
 
     Args:
