@@ -62,7 +62,7 @@ class Preference(NamedTuple):
 
     chosen: Conversation
     rejected: Conversation
-    others: Mapping[str, Any]
+    other_keys: Mapping[str, Any]
 
     @property
     def equal(self) -> bool:
@@ -74,7 +74,7 @@ class PromptRow(NamedTuple):
     """Prompt that an assistant is to answer, with the other keys of its row."""
 
     asked: Conversation
-    others: Mapping[str, Any]
+    other_keys: Mapping[str, Any]
 
 
 def conversation_of(row: Any) -> Conversation:
@@ -177,10 +177,10 @@ def preference_of(row: Any) -> Preference:
             )
         if not each.learned:
             raise HpctrainError(f"excludes every assistant message in `{name}` from training")
-    others = {
+    other_keys = {
         key: value for key, value in row.items() if key not in {"prompt", "chosen", "rejected", "tools"}
     }
-    return Preference(*pair, others)
+    return Preference(*pair, other_keys)
 
 
 def prompt_of(row: Any) -> PromptRow:
@@ -199,8 +199,8 @@ def prompt_of(row: Any) -> PromptRow:
     messages, _ = _split_flags(messages)
     asked = [*_system(row, messages), *messages]
     used = {name, "tools", *(key for key in _SYSTEM_KEYS if _system_text(row, key))}
-    others = {key: value for key, value in row.items() if key not in used}
-    return PromptRow(Conversation(asked, len(asked), _tools(row)), others)
+    other_keys = {key: value for key, value in row.items() if key not in used}
+    return PromptRow(Conversation(asked, len(asked), _tools(row)), other_keys)
 
 
 def _object(row: Any, forms: str) -> Mapping[str, Any]:

@@ -85,7 +85,7 @@ class ConversationSource(SequenceSource):
         """Return the position in the file of the first token of a sequence."""
         return int(self.packing.begins[self.packing.documents(self._first + index)[0]])
 
-    def said(self, title: str) -> str:
+    def summary(self, title: str) -> str:
         """Return a line that describes the sequences."""
         packing, length = self.packing, self.length
         filled = packing.places.sum() / max(1, packing.rows * length)
@@ -132,11 +132,11 @@ class _Rows(ABC):
         assert 0 <= index < len(self._rows), (index, len(self._rows))
         return int(self._rows[index])
 
-    def others(self, index: int) -> dict[str, Any]:
+    def other_keys(self, index: int) -> dict[str, Any]:
         """Return the further fields of a row."""
-        return self.file.others(self.number(index))
+        return self.file.other_keys(self.number(index))
 
-    def said(self, title: str) -> str:
+    def summary(self, title: str) -> str:
         """Return a line that describes the sequences."""
         line = f"{title}: {counted(len(self._rows), NOUNS[self.kind])}"
         if self.left_out:
@@ -193,7 +193,7 @@ class PreferenceSource(_Rows, SequenceSource):
         """Return the margins of all pairs, fp32, with 0 for pairs without one; None if no pair has one."""
         if isinstance(self.file, TokenFile) and self.file.contents.others <= 2 * self.file.contents.rows:
             return None  # all are {}
-        found = [self.others(index).get(MARGIN) for index in range(len(self._rows))]
+        found = [self.other_keys(index).get(MARGIN) for index in range(len(self._rows))]
         for number, margin in zip(self._rows.tolist(), found, strict=True):
             is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
             if margin is not None and not (is_number and abs(margin) <= _LARGEST_MARGIN):
@@ -205,9 +205,9 @@ class PreferenceSource(_Rows, SequenceSource):
         return torch.tensor([margin or 0.0 for margin in found]) if any(found) else None
 
     @override
-    def said(self, title: str) -> str:
+    def summary(self, title: str) -> str:
         has = 0 if self.margins is None else int((self.margins != 0).sum())
-        return super().said(title) + (f"; {has} with a margin" if has else "")
+        return super().summary(title) + (f"; {has} with a margin" if has else "")
 
     def first_token(self, index: int) -> int:
         """Return the position in the file of the first token of a sequence."""
@@ -245,7 +245,7 @@ class PromptSequences(_Rows, SequenceSource):
         """Token ids, and the other keys of the row."""
         document = self.number(index)
         begin, end = int(self._begins[document]), int(self._ends[document])
-        return self.file.read(begin, end - begin).tolist(), self.others(index)
+        return self.file.read(begin, end - begin).tolist(), self.other_keys(index)
 
     @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:

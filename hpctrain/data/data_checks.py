@@ -46,7 +46,7 @@ def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[DeckProblem
         yield from _problems(deck, each, title_of(entry.tokens), mask)
 
 
-def unfit_kind(deck: Deck, file: Tokens) -> str:
+def kind_problem(deck: Deck, file: Tokens) -> str:
     """What keeps the deck's objective from learning of what a file holds, in words; "" where nothing does."""
     kind = deck.objective.kind
     learned_from = {
@@ -111,7 +111,7 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Deck
         smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
         resumed = "a resumed run keeps its vocabulary and requires a token file of its tokenizer"
         yield DeckProblem("model.vocabulary", f"{smaller}: give at least that, {would} ({resumed})")
-    if unfit := unfit_kind(deck, file):
+    if unfit := kind_problem(deck, file):
         yield DeckProblem(_key(deck), f"{title} {unfit}", ("objective.kind",))
         return
     if file.kind in {PREFERENCES, PROMPTS}:

@@ -64,7 +64,7 @@ class MixtureOrder:
         return {name: taken / count for name, taken, count in rows}
 
 
-class Joined(SequenceSource):
+class JoinedSources(SequenceSource):
     """Source of the sequences of several sources, one source after the other."""
 
     def __init__(self, sources: Sequence[SequenceSource]) -> None:
@@ -100,7 +100,7 @@ class Joined(SequenceSource):
         return number, index - self._begins[number]
 
 
-class HeldOutMixture(Joined):
+class HeldOutMixture(JoinedSources):
     """What several sources hold out: the first of them are in the shares that are trained on, until one has
     no more; then the others go on.
     """
@@ -123,7 +123,7 @@ class HeldOutMixture(Joined):
 
 
 @dataclass(frozen=True)
-class Origin:
+class SequenceOrigin:
     """Origin of a sequence: name of its entry, file that it begins in, and number in this file."""
 
     entry: str
@@ -161,7 +161,7 @@ class SplitDatasets:
             for split in ("train", "validation")
         )
         notes = tuple(
-            source.said(title_of(entry.tokens))
+            source.summary(title_of(entry.tokens))
             for entry, source in zip(entries, train, strict=True)
             if isinstance(source, ConversationSource | PreferenceSource | PromptSequences)
         )
@@ -170,7 +170,7 @@ class SplitDatasets:
             repeats = sequences_per_sample(deck)
             of_train, of_validation = batches_of(train[0], seed, repeats), Batches(held_out[0], seed)
         else:
-            of_train = Batches(Joined(train), seed, MixtureOrder(entries, counts, seed))
+            of_train = Batches(JoinedSources(train), seed, MixtureOrder(entries, counts, seed))
             of_validation = Batches(HeldOutMixture(held_out, entries), seed)
         left_out = sum(each.packing.left_out for each in train if isinstance(each, ConversationSource))
         return SplitDatasets(
@@ -192,10 +192,10 @@ class SplitDatasets:
             "fingerprint": zlib.crc32(shares.encode(), common_fingerprint(self.tokens)),
         }
 
-    def origin(self, index: int) -> Origin:
+    def locate(self, index: int) -> SequenceOrigin:
         """Return the origin of a training sequence."""
         number, source = 0, self.train.source
-        if isinstance(source, Joined):
+        if isinstance(source, JoinedSources):
             number, index = source.source_of(index)
             source = source.sources[number]
         first = index * self.length
@@ -203,7 +203,7 @@ class SplitDatasets:
             first = source.first_token(index)
         tokens = self.tokens[number]
         file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(first)
-        return Origin(self.entries[number].name, str(file.path), index)
+        return SequenceOrigin(self.entries[number].name, str(file.path), index)
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Return the number of epochs of each entry after so many samples, by name."""
@@ -239,7 +239,7 @@ def batches_of(source: SequenceSource, seed: int, repeats: int = 1) -> Batches:
     return Batches(source, seed, PairedOrder(source.count // 2, seed) if paired else None, repeats)
 
 
-def material_of(trained: SplitDatasets) -> str:
+def describe_training_data(trained: SplitDatasets) -> str:
     """Return a short description of the training data."""
     tokens, entries = trained.tokens, trained.entries
     total = format_count(sum(each.tokens for each in tokens))

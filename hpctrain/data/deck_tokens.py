@@ -29,7 +29,7 @@ def open_entries(deck: Deck) -> tuple[Tokens, ...]:
             problems.append(type(error)([f"{line}{problem}" for problem in error.problems]))
     raise_together(problems)
     require_one_tokenizer(tokens)
-    require_apart(deck, tokens)
+    require_distinct_files(deck, tokens)
     return tuple(tokens)
 
 
@@ -39,7 +39,7 @@ def _line_of_tokens(deck: Deck) -> str:
     return "" if place.line is None else f"{place.prefix}: "
 
 
-def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:
+def require_distinct_files(deck: Deck, tokens: Sequence[Tokens]) -> None:
     """HpctrainError that names each file of more than one entry: its samples would come twice an epoch."""
     entries = dataset_entries(deck)
     first: dict[object, DatasetEntry] = {}

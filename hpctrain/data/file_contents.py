@@ -50,7 +50,7 @@ class Contents:
         return self.kind == TEXT_KIND
 
     @property
-    def with_others(self) -> bool:
+    def has_other_keys(self) -> bool:
         """Whether rows have other keys."""
         return self.kind in {PREFERENCES, PROMPTS}
 

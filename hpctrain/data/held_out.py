@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.corpus import Corpus, require_same_tokens
-from hpctrain.data.data_checks import unfit_kind
+from hpctrain.data.data_checks import kind_problem
 from hpctrain.data.data_mixture import sequences_of
 from hpctrain.data.file_contents import TEXT_KIND
 from hpctrain.data.text_bytes import token_bytes
@@ -131,7 +131,7 @@ def unfit_reasons(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterato
         tokenizer: Text of the model's tokenizer; None if it is unknown.
     """
     sequence = deck.batch.sequence
-    if reason := unfit_kind(deck, file):
+    if reason := kind_problem(deck, file):
         yield reason
     elif file.kind == TEXT_KIND and file.tokens <= sequence:
         yield (

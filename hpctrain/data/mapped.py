@@ -36,7 +36,7 @@ def to_memory(fields: Fields, problems: Sequence[str] = ()) -> int:
     return file
 
 
-def of_memory(file: int) -> tuple[Fields, tuple[str, ...]]:
+def from_memory(file: int) -> tuple[Fields, tuple[str, ...]]:
     """Return the tensors and error messages that another process wrote with `to_memory`.
 
     The descriptor is closed. The memory is released with the last tensor in it.

@@ -133,14 +133,14 @@ class _ParsedRow:
 
     Attributes:
         requests: Its conversations; none if it is left out.
-        others: Other keys, which are stored with prompts and preferences.
+        other_keys: Other keys, which are stored with prompts and preferences.
         problem: Error of the row, or None.
         left_out: Why the row is left out, as a clause; "" if it is not.
         ignored: Keys that control training in other trainers but have no effect here, each with the reason.
     """
 
     requests: Sequence[TokenRequest] = ()
-    others: Mapping[str, Any] | None = None
+    other_keys: Mapping[str, Any] | None = None
     problem: HpctrainError | None = None
     left_out: str = ""
     ignored: Collection[str] = ()
@@ -176,14 +176,14 @@ class _RowPreparation:
             TokenPart(part_path(out, rank, "learned"), _LEARNED_VALUES),
             TokenPart(part_path(out, rank, "others"), _BYTE_VALUES),
         )
-        self.tokens, self.learned, self.others = map(stack.enter_context, parts)
+        self.tokens, self.learned, self.other_keys = map(stack.enter_context, parts)
 
     @property
     def part(self) -> RowsPart:
         """What is written of it beside tokens."""
-        others = self.others if self.kind != CHAT else None
+        other_keys = self.other_keys if self.kind != CHAT else None
         template = self.chat.template.to_json()
-        return RowsPart(self.kind, template, self.rows, self.learned, self.learned_tokens, others)
+        return RowsPart(self.kind, template, self.rows, self.learned, self.learned_tokens, other_keys)
 
     def add_all(self, pieces: Sequence[TextPiece], report: Report) -> None:
         """All rows of pieces. HpctrainError with what is wrong with any of them."""
@@ -192,7 +192,7 @@ class _RowPreparation:
                 rows = iter(read_rows(piece, complain))
                 while together := [*islice(rows, _ROWS_TOGETHER)]:
                     self._add(together, complain)
-        for part in (self.tokens, self.learned, self.others):
+        for part in (self.tokens, self.learned, self.other_keys):
             part.finish()
 
     def _add(self, rows: Sequence[JsonRow], complain: Complaint) -> None:
@@ -221,7 +221,7 @@ class _RowPreparation:
         try:
             if self.kind == PROMPTS:  # whose other keys belong to the reward
                 prompt = prompt_of(row.value)
-                return _ParsedRow([TokenRequest(prompt.asked, prompt=True)], prompt.others)
+                return _ParsedRow([TokenRequest(prompt.asked, prompt=True)], prompt.other_keys)
             keys = row_keys(row.value, answers=self.kind == CHAT)
             if keys.left_out:
                 return _ParsedRow(left_out=keys.left_out)
@@ -233,7 +233,7 @@ class _RowPreparation:
         if pair.equal:
             return _ParsedRow(left_out=EQUAL)
         requests = [TokenRequest(pair.chosen), TokenRequest(pair.rejected)]
-        return _ParsedRow(requests, pair.others, ignored=keys.ignored)
+        return _ParsedRow(requests, pair.other_keys, ignored=keys.ignored)
 
     def _add_row(self, row: JsonRow, parsed: _ParsedRow, made: Sequence[Tokens]) -> None:
         left_out = parsed.left_out
@@ -249,10 +249,10 @@ class _RowPreparation:
         for document in made:
             self._append(document)
         self.rows += 1
-        if parsed.others is not None:
-            text = json.dumps(parsed.others, ensure_ascii=True, default=str)
-            self.others.add(np.frombuffer(text.encode(), np.uint8))
-            self.others.end_here()
+        if parsed.other_keys is not None:
+            text = json.dumps(parsed.other_keys, ensure_ascii=True, default=str)
+            self.other_keys.add(np.frombuffer(text.encode(), np.uint8))
+            self.other_keys.end_here()
 
     def _append(self, document: Tokens) -> None:
         self.tokens.add(document.ids)

@@ -35,7 +35,7 @@ MOST_FILES = 512
 """Of a run: each is open as long as it is read, and systems allow a process 1024 open files."""
 
 
-class Shards:
+class TokenFiles:
     """Token files as one: what a TokenFile tells and reads, of all of them. HpctrainError where one has
     another tokenizer than the first.
     """
@@ -101,11 +101,11 @@ class Shards:
         parts = [file.learned(begin, number) for file, begin, number in self._parts(start, count)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def others(self, row: int) -> dict[str, Any]:
+    def other_keys(self, row: int) -> dict[str, Any]:
         """What else a row of preferences or prompts has."""
         rows = list(accumulate((file.contents.rows for file in self.files), initial=0))
         number = bisect_right(rows, row, hi=len(self.files)) - 1
-        return self.files[number].others(row - rows[number])
+        return self.files[number].other_keys(row - rows[number])
 
     def document_ends(self) -> npt.NDArray[np.int64]:
         """The tokens behind the last one of every document, int64 [documents]."""
@@ -118,7 +118,7 @@ class Shards:
         return self._begins[number] + self.files[number].document_end(document - self._documents[number])
 
 
-Tokens = TokenFile | Shards
+Tokens = TokenFile | TokenFiles
 """What sequences are read of."""
 
 
@@ -167,7 +167,7 @@ def open_tokens(names: Sequence[str], key: str) -> Tokens:
             problems.append(error)
     raise_together(problems)
     shown = toml_value(names[0] if len(names) == 1 else list(names))
-    return Shards(files, f"{key} = {shown}")
+    return TokenFiles(files, f"{key} = {shown}")
 
 
 def require_one_tokenizer(files: Sequence[Tokens]) -> None:

@@ -84,7 +84,7 @@ class RowsPart:
     rows: int
     learned: TokenPart
     learned_tokens: int
-    others: TokenPart | None
+    other_keys: TokenPart | None
 
 
 def write_tokens(
@@ -208,9 +208,9 @@ def _rows(world: World, rows: RowsPart) -> tuple[Contents, list[Range]]:
     template, template_checksum = _text(world, "template", rows.template)
     ranges = [template, *_pieces(world, "learned", "learned_checksums", rows.learned)]
     others, ends_checksum = 0, 0
-    if rows.others is not None:
-        ends, ends_checksum = _ends(world, "others_ends", rows.others)
-        checksums, texts = _pieces(world, "others", "others_checksums", rows.others)
+    if rows.other_keys is not None:
+        ends, ends_checksum = _ends(world, "others_ends", rows.other_keys)
+        checksums, texts = _pieces(world, "others", "others_checksums", rows.other_keys)
         others = texts.size
         ranges += [ends, checksums, texts]
     total, learned = (sum(count[i] for count in counts) for i in (0, 1))

@@ -198,13 +198,13 @@ class TokenFile:
             self._read(self._learned, start, learned)
         return torch.from_numpy(learned).bool()
 
-    def others(self, row: int) -> dict[str, Any]:
+    def other_keys(self, row: int) -> dict[str, Any]:
         """Read the other keys of a row of preferences or prompts; errors as of `read`."""
-        assert self._others is not None
+        assert self._other_keys is not None
         require_range(row, 1, self.contents.rows)
         begin = int(self._other_ends.read(row - 1, 1)[0]) if row else 0
         text = np.empty(int(self._other_ends.read(row, 1)[0]) - begin, np.uint8)
-        self._read(self._others, begin, text)
+        self._read(self._other_keys, begin, text)
         try:
             found = parse_json(text.tobytes())
         except ValueError:
@@ -229,7 +229,7 @@ class TokenFile:
                 self._compare_document_ends()
             except InputOutputError as error:
                 problems += error.problems
-        for array in (self._tokens, self._learned, self._others):
+        for array in (self._tokens, self._learned, self._other_keys):
             problems += array.problems(rank, ranks) if array is not None else ()
         if problems:
             raise InputOutputError(problems)
@@ -265,7 +265,7 @@ class TokenFile:
         """Elements from `start` on; verified anew where the file was written to."""
         if (stamp := self._last_change()) != self._stamp:
             self._stamp = stamp
-            for each in (self._tokens, self._learned, self._others):
+            for each in (self._tokens, self._learned, self._other_keys):
                 if each is not None:
                     each.forget()
         array.read(start, len(out), out)
@@ -332,14 +332,14 @@ class TokenFile:
             text = self._read_text(file, SETTINGS, file.integer("crc32", settings))
             self._settings = TokenizerSettings.from_json(text)
         self._learned: PiecedArray | None = None
-        self._others: PiecedArray | None = None
+        self._other_keys: PiecedArray | None = None
         self.template_text = ""
         if self.contents.of_text:
             return
         self.template_text = self._read_text(file, "template", self.contents.template_checksum)
         self._learned = self._find_pieces(file, "learned", self.tokens, "tokens")
-        if self.contents.with_others:
-            self._others = self._find_pieces(file, "others", self.contents.others, "bytes")
+        if self.contents.has_other_keys:
+            self._other_keys = self._find_pieces(file, "others", self.contents.others, "bytes")
             self._other_ends = self._find(file, "others_ends", ENDS, self.contents.rows)
             self._compare_ends(
                 self._other_ends,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hpctrain.data.dataset import DatasetSpec
 from hpctrain.data.items import Fields
-from hpctrain.data.mapped import of_memory
+from hpctrain.data.mapped import from_memory
 from hpctrain.errors import EXIT_INTERNAL, UserCodeError
 from hpctrain.host.process_lifetime import describe_exit, kill_child, start_child
 
@@ -106,7 +106,7 @@ class _Worker:
             content, files, _, _ = socket.recv_fds(self.answers, 1, 1)
         except ConnectionError:
             return None
-        return of_memory(files[0]) if content else None
+        return from_memory(files[0]) if content else None
 
     def close(self) -> None:
         """End it at once, with all that it has started: it keeps nothing."""

@@ -82,7 +82,7 @@ class PolicyTrainer(Trainer):
                     assert isinstance(source, PromptSequences)
                     for index in range(source.count):
                         row = f"{corpus.file.where}: the row of prompt {source.number(index)}"
-                        rewards.check(source.others(index), row)
+                        rewards.check(source.other_keys(index), row)
                 rewards.start()
         self.closing = [] if rewards is None else [rewards.close]
         if deck.objective.kind == "ppo":

@@ -82,7 +82,7 @@ class _Samples:
         for place, index in zip(places.tolist(), self.order.at(places).tolist(), strict=True):
             row: dict[str, Any] = {"sample": place, "index": index}
             if self.source is not None:
-                origin, (tokens, _) = self.trained.origin(index), self.source.sequence(index)
+                origin, (tokens, _) = self.trained.locate(index), self.source.sequence(index)
                 row |= {"index": origin.index, "file": origin.file}
                 row |= {"entry": origin.entry} if self.mixture else {}
                 row["text"] = self.tokenizer.decode(tokens.tolist())[:CHARACTERS]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.data.corpus import Corpus
-from hpctrain.data.data_mixture import material_of, mixture_lines
+from hpctrain.data.data_mixture import describe_training_data, mixture_lines
 from hpctrain.data.token_files import title_of
 from hpctrain.deck.decays import ENDLESS
 from hpctrain.deck.schema import Deck
@@ -111,7 +111,7 @@ def introduction(
 def _material(corpus: Corpus, deck: Deck) -> str:
     """Return a description of the training data."""
     if corpus.trained is not None:
-        return material_of(corpus.trained)
+        return describe_training_data(corpus.trained)
     assert corpus.dataset is not None
     held_out = corpus.validation.source.count if corpus.validation is not None else 0
     apart = f", {format_count(held_out)} of them held out" if held_out else ""

@@ -224,7 +224,7 @@ def test_spellings_of_preferences_and_prompts() -> None:
         Conversation(talk("q", system="s"), 2),
         {"answer": "4"},
     )
-    assert prompt_of({"messages": talk("q"), "system": 3}).others == {"system": 3}
+    assert prompt_of({"messages": talk("q"), "system": 3}).other_keys == {"system": 3}
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource, SplitSequences
 from hpctrain.data.conversations import ConversationSource, PreferenceSource, PromptSequences
 from hpctrain.data.data_checks import token_problems
-from hpctrain.data.data_mixture import Joined, SplitDatasets
+from hpctrain.data.data_mixture import JoinedSources, SplitDatasets
 from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing
 from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.data.token_files import Shards, open_tokens
+from hpctrain.data.token_files import TokenFiles, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
@@ -100,7 +100,7 @@ def test_conversations_lie_whole_in_sequences(folder: Path, length: int, pack: b
     cut = [whole[0] for whole in by_hand(CHATS, 10**6) if len(whole[0]) > length]
     assert (source.packing.cut, source.packing.lost) == (len(cut), sum(len(each) - length for each in cut))
     words = f"{len(cut)} longer than batch.sequence = {length} truncated by {source.packing.lost} tokens"
-    assert (words in source.said("x")) == bool(cut)
+    assert (words in source.summary("x")) == bool(cut)
 
 
 class Learned:
@@ -130,7 +130,7 @@ def test_padding_is_what_lies_behind_the_last_document(folder: Path, kind: str) 
     else:
         source = ConversationSource(files["chat"], length, 0.0, "train", kind == "packed")
     text = SplitSequences(files["text"], length, 0.0, "train")
-    joined = Joined([text, source])
+    joined = JoinedSources([text, source])
     taken = (joined if kind == "mixed" else source).count
     (micro,) = Batches(joined if kind == "mixed" else source, 0).evaluation(taken, 0, 1, taken + 2)
     assert micro.lengths is not None and micro.lengths == micro.row_lengths
@@ -202,7 +202,7 @@ def test_what_is_left_out_is_counted_and_told(world: World, tmp_path: Path) -> N
 def test_several_files_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     files = open_tokens(["chat.h5", "half.h5"], "data.tokens")
-    assert isinstance(files, Shards) and files.kind == "chat"
+    assert isinstance(files, TokenFiles) and files.kind == "chat"
     source = ConversationSource(files, 24, 0.0, "train", pack=False)
     expected = by_hand([*CHATS, *CHATS[:11]], 24)
     rows = [source.sequence(index) for index in range(source.count)]
@@ -253,7 +253,7 @@ def test_a_mixture_with_text(folder: Path) -> None:
             for tokens_, _, places in alone
             if places is not None
         )
-    assert trained.notes == (chat.said(f"{folder}/chat.h5"),)
+    assert trained.notes == (chat.summary(f"{folder}/chat.h5"),)
     assert EpochReader.sequences(deck) == sum(trained.counts)
     assert SplitDatasets.of(deck.with_keys(data={"pack": False}), tokens).described() != trained.described()
 
@@ -268,7 +268,7 @@ def test_description_of_unpacked_conversations_never_changes(folder: Path) -> No
 def test_pairs(folder: Path) -> None:
     file = TokenFile(folder / "preferences.h5")
     source = PreferenceSource(file, 24, 0.0, "train")
-    assert source.count == 40 and source.left_out == 0 and "20 pairs" in source.said("x")
+    assert source.count == 40 and source.left_out == 0 and "20 pairs" in source.summary("x")
     (micro,) = Batches(source, 0).evaluation(6, 0, 1, 8)
     assert micro.rows == 8 and micro.samples == micro.present == 6 and micro.documents is None
     for index in range(3):
@@ -278,9 +278,9 @@ def test_pairs(folder: Path) -> None:
             assert micro.tokens[2 * index + answer].tolist() == tokens + [0] * (24 - len(tokens))
             targets = [MASKED] * (len(asked) - 1) + tokens[len(asked) :]
             assert micro.targets[2 * index + answer].tolist() == targets + [MASKED] * (24 - len(targets))
-    assert bool((micro.targets[6:] == MASKED).all()) and source.others(7) == {"n": 7}
+    assert bool((micro.targets[6:] == MASKED).all()) and source.other_keys(7) == {"n": 7}
     short = PreferenceSource(file, 10, 0.25, "train")
-    assert short.left_out == 10 and "10 left out, whose answers begin beyond 10 tokens" in short.said("x")
+    assert short.left_out == 10 and "10 left out, whose answers begin beyond 10 tokens" in short.summary("x")
     assert short.count == 16 and PreferenceSource(file, 10, 0.25, "validation").number(0) == 8
     order = PairedOrder(8, 3).at(np.arange(32))
     assert sorted(order[:16].tolist()) == sorted(order[16:].tolist()) == [*range(16)]
@@ -310,7 +310,7 @@ def test_margins_of_pairs(world: World, tmp_path: Path) -> None:
     (micro,) = Batches(source(2, None, 0.5), 0).evaluation(4, 0, 1, 6)
     assert micro.fields["margin"].tolist() == [[each] * 8 for each in (2.0, 2.0, 0.0, 0.0, 0.0, 0.0)]
     assert micro.fields["margin"].dtype == torch.float32
-    assert source(2, None, 0.5).said("x") == "x: 2 pairs; 1 with a margin"
+    assert source(2, None, 0.5).summary("x") == "x: 2 pairs; 1 with a margin"
     (micro,) = Batches(source(2, None, -0.5, split="validation"), 0).evaluation(2, 0, 1, 2)
     assert micro.fields["margin"][:, 0].tolist() == [-0.5, -0.5]
     for none in (source(None, None, None), source(0, None, 0.0)):

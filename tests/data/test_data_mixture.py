@@ -14,10 +14,10 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SplitSequences
 from hpctrain.data.data_mixture import (
     HeldOutMixture,
-    Joined,
+    JoinedSources,
     MixtureOrder,
     SplitDatasets,
-    material_of,
+    describe_training_data,
     mixture_lines,
 )
 from hpctrain.data.deck_tokens import open_entries
@@ -93,7 +93,7 @@ def test_each_entry_has_every_sequence_once_an_epoch(trained: SplitDatasets) -> 
 def test_a_mixture_of_one_is_that_one(trained: SplitDatasets) -> None:
     source = alone("a")
     order = MixtureOrder([replace(trained.entries[0], share=Fraction(1))], [source.count], 1234)
-    one, plain = Batches(Joined([source]), 1234, order), Batches(source, 1234)
+    one, plain = Batches(JoinedSources([source]), 1234, order), Batches(source, 1234)
     for mixed, each in zip(one.step(50, 16, 0, 1, 16), plain.step(50, 16, 0, 1, 16), strict=True):
         assert torch.equal(mixed.tokens, each.tokens) and torch.equal(mixed.targets, each.targets)
 
@@ -111,7 +111,7 @@ def test_held_out_are_those_of_each_entry_in_its_share(trained: SplitDatasets) -
 
 
 def test_what_is_said(trained: SplitDatasets) -> None:
-    assert material_of(trained) == "a mixture of 3 entries: 1.09K tokens"
+    assert describe_training_data(trained) == "a mixture of 3 entries: 1.09K tokens"
     lines = mixture_lines(trained, 160)
     assert lines[0] == "  a: 0.25 of all samples; 56 sequences (701 tokens), 0.714 epochs"
     assert lines[1].endswith(" 4.17 epochs")

@@ -23,7 +23,7 @@ from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.dataset import DatasetSpec, UserDataset
 from hpctrain.data.items import item_tensors
 from hpctrain.data.loader import DatasetSource
-from hpctrain.data.mapped import of_memory, to_memory
+from hpctrain.data.mapped import from_memory, to_memory
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.worker_pool import WorkerLostError, WorkerPool
 from hpctrain.deck.code import NamedCode
@@ -130,12 +130,12 @@ def test_arrays_become_tensors_of_their_format() -> None:
         "turned": "float64", "other": "int32", "scalar": "float64", "half": "bfloat16", "fixed": "float32",
     }  # fmt: skip
     assert made["turned"].tolist() == [[0, 3], [1, 4], [2, 5]] and made["other"].tolist() == [0, 1]
-    passed, problems = of_memory(to_memory(made | {"none": torch.empty(0, 3)}))
+    passed, problems = from_memory(to_memory(made | {"none": torch.empty(0, 3)}))
     assert not problems and passed["none"].shape == (0, 3)
     assert all(
         torch.equal(passed[name], value) and passed[name].dtype == value.dtype for name, value in made.items()
     )
-    assert of_memory(to_memory({}, ["one", "two"])) == ({}, ("one", "two"))
+    assert from_memory(to_memory({}, ["one", "two"])) == ({}, ("one", "two"))
 
 
 WRONG = {

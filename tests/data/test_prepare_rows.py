@@ -85,7 +85,7 @@ def test_a_file_is_what_its_rows_are_on_any_ranks(
     assert (made.kind, made.rows, made.learned, made.documents) == (kind, 40, learned, len(expected))
     if kind != "chat":
         keys = [{"margin": n} if kind == "preferences" else {"answer": str(n), "ü": [n]} for n in range(40)]
-        assert [file.others(row) for row in range(40)] == keys
+        assert [file.other_keys(row) for row in range(40)] == keys
 
 
 def test_of_text_nothing_changes(world: World, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import Prepared, prepare
-from hpctrain.data.token_files import Shards, Tokens, open_tokens
+from hpctrain.data.token_files import TokenFiles, Tokens, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
 
@@ -51,7 +51,7 @@ def test_files_have_the_tokens_of_one(world: World, text: Path, most: int) -> No
     whole, names = TokenFile(text / "one.h5"), str(text / "out-*.h5")
     assert found.path == text / "out-*.h5" and found.tokens == whole.tokens
     shards = open_tokens([names], "data.tokens")
-    files = shards.files if isinstance(shards, Shards) else (shards,)
+    files = shards.files if isinstance(shards, TokenFiles) else (shards,)
     same(shards, whole)
     assert len(files) == found.shards and [each.path.name for each in files] == [
         f"out-{number:05d}.h5" for number in range(found.shards)

@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.deck_tokens import open_entries, vocabulary_of
 from hpctrain.data.prepare import prepare
-from hpctrain.data.token_files import Shards, open_tokens, token_paths
+from hpctrain.data.token_files import TokenFiles, open_tokens, token_paths
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -34,7 +34,7 @@ def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def test_shards_are_one_stream(folder: Path) -> None:
     shards = open_tokens(["*.h5"], "data.tokens")
-    assert isinstance(shards, Shards)
+    assert isinstance(shards, TokenFiles)
     files = [TokenFile(f"{name}.h5") for name in TEXTS]
     tokens = torch.cat([file.read(0, file.tokens) for file in files])
     assert (shards.tokens, shards.documents, shards.vocabulary) == (len(tokens), 9, 257)
