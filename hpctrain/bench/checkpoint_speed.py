@@ -27,7 +27,7 @@ import torch
 from hpctrain.bench.measurement import seconds_of, slowest, with_vocabulary, write_json
 from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
 from hpctrain.bench.peers.torch_checkpoint import TorchCheckpoint
-from hpctrain.bench.plain_files import PeakMemory, forget, read_plainly, write_plainly
+from hpctrain.bench.plain_files import PeakMemory, drop_from_cache, read_plain, write_plain
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.copy_on_write import HostBuffer
 from hpctrain.checkpoint.draft import PIECE_BYTES
@@ -179,9 +179,9 @@ class _Bench:
         with self._fresh() as folder:
             files = [folder / f"rank-{rank}" for rank in range(everyone.size)]
             files = files[everyone.rank :] + files[: everyone.rank]
-            self._measure(PLAIN_WRITE, lambda: self._alone(lambda: write_plainly(files[0], self.write_bytes)))
+            self._measure(PLAIN_WRITE, lambda: self._alone(lambda: write_plain(files[0], self.write_bytes)))
             self._forget(folder)
-            self._measure(PLAIN_READ, lambda: self._alone(lambda: read_plainly(files, self.read_bytes)))
+            self._measure(PLAIN_READ, lambda: self._alone(lambda: read_plain(files, self.read_bytes)))
         with self._fresh() as folder:
             path = folder / "collective.h5"
             entries, stored, piece = self.entries, self.stored, self.piece_bytes
@@ -308,7 +308,7 @@ class _Bench:
     def _forget(self, folder: Path) -> None:
         if not self.wish.warm:
             self.world.everyone.barrier()
-            self._alone(lambda: forget(folder))
+            self._alone(lambda: drop_from_cache(folder))
 
 
 def _bytes(entries: Sequence[TensorRange]) -> int:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the time of the slowest rank, and files of figures."""
+"""Clocks, a default vocabulary and result files, which the benchmarks share."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ _VOCABULARY = 320
 
 
 def with_vocabulary(deck: Deck) -> Deck:
-    """The deck, with a small vocabulary where it leaves that to its token file, which is never opened."""
+    """Return the deck, with a small vocabulary if it has none.
+
+    Benchmarks on random tokens do not open the token file that would give the vocabulary.
+    """
     return deck.with_keys(model={"vocabulary": deck.model.vocabulary or _VOCABULARY})
 
 
 def slowest(world: World, seconds: float) -> float:
-    """The most that any rank took; collective."""
+    """Return the largest value of all ranks. Collective."""
     return float(world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max"))
 
 
 def seconds_of(world: World, run: Callable[[], object]) -> float:
-    """Seconds of the slowest rank, all beginning together; collective."""
+    """Call a function on all ranks after a barrier, and return the seconds of the slowest one. Collective."""
     world.everyone.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     run()
-    return slowest(world, time.perf_counter() - began)
+    return slowest(world, time.perf_counter() - start)
 
 
 def write_json(path: Path, figures: object) -> None:
-    """Figures for programs."""
+    """Write the results of a benchmark as JSON."""
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 

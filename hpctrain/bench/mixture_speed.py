@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.bench.measurement import slowest, with_vocabulary, write_json
-from hpctrain.bench.training_speed import layout_name, own_variant
+from hpctrain.bench.training_speed import hpctrain_variant, layout_name
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -83,12 +83,12 @@ def bench_mixture(
 def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigures:
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
     mesh = make_mesh(deck, world)
-    spread = own_variant(layout_name(mesh), deck, world, mesh).step
+    spread = hpctrain_variant(layout_name(mesh), deck, world, mesh).step
     whole = None
     if world.size > 1:
         plain = on_one_rank(deck)
         copies = Mesh(world, {"data": world.size} | expert_split(plain))
-        whole = own_variant(layout_name(copies), plain, world, copies).step
+        whole = hpctrain_variant(layout_name(copies), plain, world, copies).step
     passes = deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))
     routed = sum(shape.is_mixture(index) for index in range(shape.layers))
     alone = _one_rank(world)

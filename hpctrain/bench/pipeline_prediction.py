@@ -20,7 +20,7 @@ from hpctrain.train.step import Step, TrainState
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PipelinePrediction:
     """Milliseconds; medians over the rounds.
 
     `forward` and `backward` are those of one micro-batch in each stage, all its chunks together.
@@ -52,7 +52,7 @@ class StageProbe:
         scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
         batch = step.prepare(micro, scale, step.dropout_source(TrainState(), 0))
         self.replay = ActionTimer(engine.stage.models, engine.stage.layer_context, batch)
-        self.rounds: list[tuple[StageTimes, Prediction]] = []
+        self.rounds: list[tuple[StageTimes, PipelinePrediction]] = []
 
     def __call__(self, measured: float, phases: dict[str, float]) -> None:
         """Take note of a round: seconds a step, and of each phase of it, on this rank. Collective."""
@@ -73,14 +73,14 @@ class StageProbe:
         assert isinstance(times.communication, float)
         seconds = times.communication, pipeline, rest, pipeline + rest, shared[3]
         ratio = shared[3] / (pipeline + rest)
-        one = Prediction(forward, backward, *(*(1e3 * each for each in seconds), ratio))
+        one = PipelinePrediction(forward, backward, *(*(1e3 * each for each in seconds), ratio))
         self.rounds.append((times, one))
 
-    def prediction(self) -> Prediction:
+    def prediction(self) -> PipelinePrediction:
         """All rounds together."""
         forward, backward, *others = zip(*(astuple(one) for _, one in self.rounds), strict=True)
         stages = [[median(stage) for stage in zip(*rows, strict=True)] for rows in (forward, backward)]
-        return Prediction(stages[0], stages[1], *map(median, others))
+        return PipelinePrediction(stages[0], stages[1], *map(median, others))
 
     def _of_stages(self, *passes: float | Sequence[float]) -> list[float]:
         """Milliseconds of each stage, of seconds of each part."""
@@ -93,7 +93,7 @@ class StageProbe:
         return [1e3 * each for each in seconds]
 
 
-def stage_lines(prediction: Prediction) -> list[str]:
+def stage_lines(prediction: PipelinePrediction) -> list[str]:
     """A table of the stages, a row each."""
     rows = [["stage", "forward ms", "backward ms"]]
     for stage, (forward, backward) in enumerate(zip(prediction.forward, prediction.backward, strict=True)):
@@ -101,7 +101,7 @@ def stage_lines(prediction: Prediction) -> list[str]:
     return table(rows)
 
 
-def sentence(prediction: Prediction) -> str:
+def step_time_line(prediction: PipelinePrediction) -> str:
     """The prediction and what came of it."""
     return (
         f"step time: predicted {prediction.predicted:.1f} ms ({prediction.pipeline:.1f} ms of the "

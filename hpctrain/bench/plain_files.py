@@ -1,4 +1,4 @@
-"""What a benchmark of files needs: plain files to compare with, an empty page cache, the peak of memory."""
+"""Plain files that file formats are compared with, the page cache, and the peak of memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hpctrain.files import descriptor_of, flush_to_disk
 from hpctrain.host.memory import peak_rss_bytes, resident_bytes
 
 BLOCK_BYTES = 16 << 20
-_REFERENCES = Path("/proc/self/clear_refs")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-def write_plainly(path: Path, count: int) -> None:
-    """Write `count` bytes into a new file, one block after another, and bring them to the disk."""
+def write_plain(path: Path, count: int) -> None:
+    """Write `count` bytes into a new file in blocks, and flush them to the disk."""
     block = memoryview(bytearray(min(count, BLOCK_BYTES)))
     with path.open("wb", buffering=0) as stream:
         for first in range(0, count, BLOCK_BYTES):
@@ -24,8 +24,12 @@ def write_plainly(path: Path, count: int) -> None:
         os.fsync(stream.fileno())
 
 
-def read_plainly(paths: Sequence[Path], count: int) -> None:
-    """Read `count` bytes of files in turn, one block after another; those of the last are enough."""
+def read_plain(paths: Sequence[Path], count: int) -> None:
+    """Read `count` bytes in blocks, from the first file on.
+
+    Raises:
+        InputOutputError: The files together have fewer bytes.
+    """
     block = memoryview(bytearray(min(count, BLOCK_BYTES)))
     for path in paths:
         with path.open("rb", buffering=0) as stream:
@@ -35,8 +39,8 @@ def read_plainly(paths: Sequence[Path], count: int) -> None:
         raise InputOutputError(f"{paths[-1]}: ends {count} bytes before the expected end")
 
 
-def forget(folder: Path) -> None:
-    """Bring the files of a folder to the disk, and take them out of this node's page cache."""
+def drop_from_cache(folder: Path) -> None:
+    """Flush the files of a folder to the disk, and drop them from the page cache of this node."""
     for path in folder.rglob("*"):
         if path.is_file():
             flush_to_disk(path)
@@ -45,20 +49,29 @@ def forget(folder: Path) -> None:
 
 
 class PeakMemory:
-    """The resident memory of this process from here to `stop`, in bytes: at the beginning and at its peak.
+    """Resident memory of this process between construction and `stop`.
 
-    None where the system does not let a process forget its peak.
+    Attributes:
+        before: Resident bytes at construction; None if the system does not let a process reset its peak.
+        peak: Highest resident bytes until `stop`; None before.
     """
 
     def __init__(self) -> None:
         self.before: int | None = None
         self.peak: int | None = None
         with suppress(OSError):
-            _REFERENCES.write_text("5", encoding="ascii")
+            _CLEAR_REFS.write_text("5", encoding="ascii")
             self.before = resident_bytes()
 
     def stop(self, beyond: PeakMemory | None = None) -> int | None:
-        """Take the peak; what it is beyond the beginning, or beyond another peak."""
+        """Record the peak, and return by how many bytes it exceeds a reference.
+
+        Args:
+            beyond: Measurement whose peak is the reference; None for the memory at construction.
+
+        Returns:
+            Bytes; None if the system does not let a process reset its peak.
+        """
         before = self.before if beyond is None else beyond.peak
         if self.before is None or before is None:
             return None

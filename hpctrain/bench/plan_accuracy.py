@@ -16,8 +16,8 @@ from statistics import fmean, median
 import torch
 
 from hpctrain.bench.measurement import write_json
-from hpctrain.bench.training_speed import own_variant
-from hpctrain.bench.variant_timing import VariantTimes, take_turns
+from hpctrain.bench.training_speed import hpctrain_variant
+from hpctrain.bench.variant_timing import VariantTimes, time_variants
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
@@ -124,10 +124,10 @@ def _steps(world: World, names: list[str], rates: MachineRates, steps: int, roun
     """Of decks that are there together. Collective."""
     decks = {name: deck_named(name) for name in names}
     variants = [
-        replace(own_variant(name, deck, world, make_mesh(deck, world)), probe=None)
+        replace(hpctrain_variant(name, deck, world, make_mesh(deck, world)), probe=None)
         for name, deck in decks.items()
     ]
-    measured = take_turns(world, variants, steps, rounds)
+    measured = time_variants(world, variants, steps, rounds)
     return [_planned(row, decks[row.variant.name], rates) for row in measured]
 
 

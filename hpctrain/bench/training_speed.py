@@ -1,7 +1,7 @@
-"""`hpctrain bench train`: tokens/s, MFU, time by phase, losses and memory, variants side by side in one run.
+"""`hpctrain bench train`: speed, time by phase, losses and memory of a deck's step and of its variants.
 
-All variants are built first and then take turns, so that the machine's drift meets them alike; what
-counts is the ratio within a round.
+All variants are built first. They are then measured by turns in each round, so that a change in the speed of
+the machine affects all of them. Only ratios within a round are meaningful.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from hpctrain.bench.measurement import with_vocabulary, write_json
 from hpctrain.bench.peers.peer_process import PeerProcess
-from hpctrain.bench.peers.training_peers import RIVALS, rival_problems
+from hpctrain.bench.peers.training_peers import TRAINING_PEERS, peer_problems
 from hpctrain.bench.pipeline_prediction import StageProbe
-from hpctrain.bench.training_table import Setting, TrainingFigures, agrees, figure_lines, most_of_a_node
-from hpctrain.bench.variant_memory import measure_afresh
-from hpctrain.bench.variant_timing import TimedVariant, VariantTimes, take_turns
+from hpctrain.bench.training_table import Setting, TrainingFigures, figure_lines, highest_memory, same_losses
+from hpctrain.bench.variant_memory import measure_peak_memory
+from hpctrain.bench.variant_timing import TimedVariant, VariantTimes, time_variants
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
@@ -55,17 +55,23 @@ from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes
 from hpctrain.watch.peak_flops import measure_gemm_flops
 
-OWN = "deck"
+DECK_VARIANT = "deck"
+"""Name by which `--only` selects the unchanged deck."""
 
 
 @dataclass(frozen=True)
 class TrainingBenchOptions:
-    """What to measure beside the deck's own layout, and how long.
+    """Options of `hpctrain bench train`: what to measure besides the deck, and for how long.
 
-    `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
-    over data ranks only. `variants`: the same deck with further changes, `KEY=VALUE` separated by spaces.
-    `against`: others' ways, of RIVALS. `only`: none of these but the one of this name, or the deck's own
-    layout, "deck". `memory`: that of each of our own too where there are several, see measure_afresh.
+    Attributes:
+        steps: Steps of each variant in a round.
+        rounds: Number of rounds.
+        no_sync: Also measure ranks that train alone, without communication.
+        data_parallel: Also measure the same global batch with data parallelism only.
+        against: Peers to measure, of TRAINING_PEERS.
+        variants: Further overrides of the deck to measure, each as `KEY=VALUE` separated by spaces.
+        only: Name of the only variant to measure, "deck" for the unchanged deck; None to measure all.
+        memory: Also measure the peak memory of each variant of hpctrain, see `measure_peak_memory`.
     """
 
     steps: int
@@ -77,9 +83,13 @@ class TrainingBenchOptions:
     only: str | None = None
     memory: bool = False
 
-    def chosen(self) -> list[str]:
-        """The names of what to measure, in order; HpctrainError where `only` is none of them."""
-        names = [OWN]
+    def variant_names(self) -> list[str]:
+        """Return the names of the variants to measure, in order.
+
+        Raises:
+            HpctrainError: `only` names none of them.
+        """
+        names = [DECK_VARIANT]
         names += ["data-parallel"] if self.data_parallel else []
         names += ["no-sync"] if self.no_sync else []
         names += [*self.variants, *self.against]
@@ -91,65 +101,63 @@ class TrainingBenchOptions:
 
 
 def bench_train(
-    world: World, path: Path, overrides: Sequence[str], wish: TrainingBenchOptions, output: Path | None
+    world: World, path: Path, overrides: Sequence[str], options: TrainingBenchOptions, output: Path | None
 ) -> int:
-    """Time a deck's training step on random tokens; the exit code."""
+    """Measure the training step of a deck on random tokens, print tables, return the exit code. Collective.
+
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        options: What to measure.
+        output: File for the results; None for no file.
+    """
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
         _require_tokens(deck)
-        architecture_of(deck, deck.model.vocabulary or 0)  # which refuses what cannot be built
+        architecture_of(deck, deck.model.vocabulary or 0)  # raises an error if the model cannot be built
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
     mesh = make_mesh(deck, world)
     with world.agreement():
-        names = wish.chosen()
-        problems = rival_problems(wish.against, deck, world.size, on_host(world.device))
+        names = options.variant_names()
+        problems = peer_problems(options.against, deck, world.size, on_host(world.device))
         if problems:
             raise HpctrainError(problems)
-        changed: dict[str, Deck] = {}
-        for changes in wish.variants:
-            other = read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
-            changed[changes] = with_vocabulary(other)
-    own = [name for name in names if name not in wish.against]
-    afresh = measure_afresh(world, path, overrides, wish, own) if wish.memory else {}
+        changed_decks: dict[str, Deck] = {}
+        for changes in options.variants:
+            changed = read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
+            changed_decks[changes] = with_vocabulary(changed)
+    hpctrain_names = [name for name in names if name not in options.against]
+    peaks = measure_peak_memory(world, path, overrides, options, hpctrain_names) if options.memory else {}
     load = os.getloadavg()[0]
     variants: list[TimedVariant] = []
     with ExitStack() as processes:
         for name in names:
-            if name in wish.against:
+            if name in options.against:
                 split = variants[0].split if variants else ()
                 peer = PeerProcess(name, deck, world, split)
                 processes.callback(peer.close)
-                variants.append(_rival(name, deck, world, peer))
-            elif name == "no-sync":
-                alone = world.single_rank_world()
-                plain = on_one_rank(deck)
-                variants.append(own_variant(name, plain, alone, Mesh(alone, {}), world.size, alike=False))
-            elif name == "data-parallel":
-                plain = on_one_rank(deck)
-                copies = Mesh(world, {"data": world.size} | expert_split(plain))
-                variants.append(own_variant(layout_name(copies), plain, world, copies))
-            elif name in changed:
-                other = changed[name]
-                variants.append(own_variant(name, other, world, make_mesh(other, world)))
+                variants.append(_peer_variant(name, deck, world, peer))
             else:
-                variants.append(own_variant(layout_name(mesh), deck, world, mesh))
+                changed = changed_decks.get(name, deck)
+                variants.append(_build_variant(name, changed, world))
         dtype = Precision.of(deck).product
         peak = _mean(world, measure_gemm_flops(dtype, world.device))
-        measured = take_turns(world, variants, wish.steps, wish.rounds)
-        memory = [_memory(world, variant, len(own) == 1) for variant in variants]
+        times = time_variants(world, variants, options.steps, options.rounds)
+        memory = [_memory(world, variant, len(hpctrain_names) == 1) for variant in variants]
     for index, name in enumerate(names):
-        memory[index] = afresh.get(name, memory[index])
+        memory[index] = peaks.get(name, memory[index])
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
-    of_token = model_flops(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token
-    flops = of_token / (peak * world.size)
+    token_flops = model_flops(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token
+    mfu_per_rate = token_flops / (peak * world.size)
     figures = [
-        _figures(row, measured[0], flops, bytes_of, deck)
-        for row, bytes_of in zip(measured, memory, strict=True)
+        _figures(row, times[0], mfu_per_rate, peak_memory, deck)
+        for row, peak_memory in zip(times, memory, strict=True)
     ]
-    # Another engine of the deck, for which there may be no memory beside a variant that was to be alone.
-    own_family = wish.only is None and deck.model.module is None
-    activations = _activations(deck, world, mesh) if own_family else ""
+    # Activations are measured with a second engine of the deck, which may not fit beside a variant of --only.
+    has_activations = options.only is None and deck.model.module is None
+    activations = _activations(deck, world, mesh) if has_activations else ""
     if world.rank == 0:
         setting = Setting.of(deck, world, peak, gpu_name(world.device) or processor_name(), load)
         stdout_console().print("\n".join(figure_lines(setting, figures)), markup=False)
@@ -161,7 +169,7 @@ def bench_train(
 
 
 def _require_tokens(deck: Deck) -> None:
-    """HpctrainError where a deck's module takes no tokens, or has a loss that no peer has."""
+    """Raise HpctrainError if the deck does not train the next-token loss on token sequences."""
     for key in ("data.dataset", "model.loss"):
         if deck.value(key) is not None:
             raise HpctrainError(
@@ -175,56 +183,96 @@ def _require_tokens(deck: Deck) -> None:
         raise HpctrainError(deck.problem("objective.kind", sentence))
 
 
-def _rival(name: str, deck: Deck, world: World, peer: PeerProcess) -> TimedVariant:
-    """Others' step."""
+def _build_variant(name: str, deck: Deck, world: World) -> TimedVariant:
+    """Build a variant of hpctrain by its name, one of `TrainingBenchOptions.variant_names`. Collective."""
+    if name == "no-sync":
+        one_rank = world.single_rank_world()
+        return hpctrain_variant(
+            name, on_one_rank(deck), one_rank, Mesh(one_rank, {}), world.size, same_training=False
+        )
+    if name == "data-parallel":
+        deck = on_one_rank(deck)
+        mesh = Mesh(world, {"data": world.size} | expert_split(deck))
+    else:
+        mesh = make_mesh(deck, world)
+    title = layout_name(mesh) if name in (DECK_VARIANT, "data-parallel") else name
+    return hpctrain_variant(title, deck, world, mesh)
+
+
+def _peer_variant(name: str, deck: Deck, world: World, peer: PeerProcess) -> TimedVariant:
     tokens = deck.batch.global_size * deck.batch.sequence / world.size
-    return TimedVariant(name, peer.step, tokens, alike=RIVALS[name].alike, memory=peer.memory)
+    same_training = TRAINING_PEERS[name].same_training
+    return TimedVariant(name, peer.step, tokens, same_training=same_training, memory=peer.memory)
 
 
-def _memory(world: World, variant: TimedVariant, alone: bool) -> tuple[int, int] | None:
-    """The most that a rank had resident, and that the ranks of a node had together; None where that is not
-    known, since other variants of ours were in the same processes, or lies on a GPU. Collective.
+def _memory(world: World, variant: TimedVariant, only_variant: bool) -> tuple[int, int] | None:
+    """Return the peak memory of a variant as from `highest_memory`. Collective.
+
+    Args:
+        world: All ranks.
+        variant: The variant.
+        only_variant: True if no other variant of hpctrain ran in these processes. If there was one, the
+            result is None for a variant without processes of its own.
     """
     if variant.memory is not None:
-        resident, own = variant.memory()
-    elif alone:
-        resident, own = peak_bytes(world.device), peak_proportional_bytes() if on_host(world.device) else 0
+        resident, proportional = variant.memory()
+    elif only_variant:
+        resident = peak_bytes(world.device)
+        proportional = peak_proportional_bytes() if on_host(world.device) else 0
     else:
         return None
-    return most_of_a_node(world, resident, own)
+    return highest_memory(world, resident, proportional)
 
 
 def _figures(
-    row: VariantTimes, first: VariantTimes, flops: float, memory: tuple[int, int] | None, deck: Deck
+    row: VariantTimes, first: VariantTimes, mfu_per_rate: float, memory: tuple[int, int] | None, deck: Deck
 ) -> TrainingFigures:
+    """Return the results of a variant.
+
+    Args:
+        row: Times of the variant.
+        first: Times of the first variant, which it is compared with.
+        mfu_per_rate: MFU divided by tokens/s.
+        memory: Peak bytes of a rank and of a node; None if unknown.
+        deck: The deck.
+    """
     prediction = row.variant.probe.prediction() if row.variant.probe is not None else None
-    ratios = [own / other for own, other in zip(first.tokens_per_s, row.tokens_per_s, strict=True)]
-    alike = agrees(first.losses, row.losses, deck) if row.variant.alike and first.variant.alike else None
-    resident, of_node = memory if memory is not None else (None, None)
+    ratios = [a / b for a, b in zip(first.tokens_per_s, row.tokens_per_s, strict=True)]
+    comparable = row.variant.same_training and first.variant.same_training
+    rank_bytes, node_bytes = memory if memory is not None else (None, None)
     return TrainingFigures(
         name=row.variant.name,
         tokens_per_s=row.tokens_per_s,
         ratios=ratios,
         step_seconds=row.seconds,
-        mfu=median(row.tokens_per_s) * flops,
+        mfu=median(row.tokens_per_s) * mfu_per_rate,
         phase_ms={phase: 1e3 * seconds for phase, seconds in row.phases.items()},
         losses=row.losses,
-        losses_agree=alike,
+        losses_agree=same_losses(first.losses, row.losses, deck) if comparable else None,
         pipeline=prediction,
-        peak_bytes=resident,
-        node_bytes=of_node or None,
+        peak_bytes=rank_bytes,
+        node_bytes=node_bytes or None,
     )
 
 
 def layout_name(mesh: Mesh) -> str:
-    """The axes along which there are several ranks."""
+    """Return the sizes of the axes with several ranks as text."""
     return sizes_text(mesh.sizes, 2) or "one rank"
 
 
-def own_variant(
-    name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1, alike: bool = True
+def hpctrain_variant(
+    name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1, same_training: bool = True
 ) -> TimedVariant:
-    """Our own step; `share` is the part of the global batch that this world takes (1/share)."""
+    """Build the engine of a deck, and return its training step as a variant. Collective.
+
+    Args:
+        name: Name of the variant.
+        deck: The deck, with a vocabulary.
+        world: Ranks that train together.
+        mesh: Arrangement of these ranks.
+        share: Number of such worlds. This one trains 1/share of the global batch.
+        same_training: See TimedVariant.
+    """
     assert deck.model.vocabulary is not None
     engine, _ = build_within_memory(deck, world, mesh)
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed)
@@ -243,12 +291,14 @@ def own_variant(
     def step() -> float:
         return trainer.train_step(batch).loss
 
-    return TimedVariant(name, step, tokens, phases, engine.placement.split, probe, alike)
+    return TimedVariant(name, step, tokens, phases, engine.placement.split, probe, same_training)
 
 
 def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
-    """What one layer keeps for backward on this rank, measured, and by the published formula; "" where its
-    first part has no block. Collective.
+    """Return a sentence on the activations that a layer keeps for the backward pass on this rank. Collective.
+
+    It gives measured bytes and, where it applies, the published formula. It is empty if the first model part
+    of this rank has no block.
     """
     engine = build_engine(deck, world, mesh)
     assert isinstance(engine.model, Transformer)
@@ -281,5 +331,6 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
 
 
 def _mean(world: World, value: float) -> float:
+    """Return the mean of a value over all ranks. Collective."""
     total = world.everyone.all_reduce(torch.tensor(value, dtype=torch.float64))
     return float(total.item()) / world.size

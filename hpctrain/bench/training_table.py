@@ -1,4 +1,4 @@
-"""The figures of `hpctrain bench train`, and their tables."""
+"""Results of `hpctrain bench train`, and their tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from hpctrain.bench.peers.training_peers import RIVALS
-from hpctrain.bench.pipeline_prediction import Prediction, sentence, stage_lines
+from hpctrain.bench.peers.training_peers import TRAINING_PEERS
+from hpctrain.bench.pipeline_prediction import PipelinePrediction, stage_lines, step_time_line
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.model.construction import architecture_of
@@ -20,15 +20,28 @@ from hpctrain.units import format_bytes, format_count
 PHASES = ("forward", "backward", "synchronize", "step", "other")
 COLUMNS = 100
 
-ALONE, RIVAL_ALONE = "no-sync", "ddp-alone"
+NO_SYNC, PEER_NO_SYNC = "no-sync", "ddp-alone"
+"""Variants without communication, of hpctrain and of torch."""
 
 _ROUNDING = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 1e-2), "fp16": (1e-3, 1e-2), "fp8": (1e-2, 5e-2)}
-"""By precision.compute, by how much losses of the first and of further steps may differ, of the loss."""
+"""Relative tolerance of the first loss and of the later ones, by `precision.compute`."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured, and on what. `load` is the machine's load of the last minute, before and after."""
+    """Model, batch and machine of a measurement.
+
+    Attributes:
+        title: Title of the deck.
+        model: Family and number of parameters, as text.
+        precision: Name of the precision.
+        ranks: Number of ranks.
+        batch: Samples in the global batch.
+        sequence: Tokens per sample.
+        gemm_flops: FLOP/s of matrix products on one rank.
+        processor: Name of the processor or GPU.
+        load: Load average of the last minute, before and after the measurement.
+    """
 
     title: str
     model: str
@@ -42,12 +55,12 @@ class Setting:
 
     @staticmethod
     def of(deck: Deck, world: World, gemm_flops: float, processor: str, load: float) -> Setting:
-        """Of a deck on all ranks; `load` is that before."""
-        made = architecture_of(deck, deck.model.vocabulary or 0)
-        name = made.family if isinstance(made, ModelShape) else made.title
+        """Return the setting of a deck on all ranks, with the load average before the measurement."""
+        architecture = architecture_of(deck, deck.model.vocabulary or 0)
+        name = architecture.family if isinstance(architecture, ModelShape) else architecture.title
         return Setting(
             title=deck.run.title,
-            model=f"{name}, {format_count(count(made).parameters)} parameters",
+            model=f"{name}, {format_count(count(architecture).parameters)} parameters",
             precision=deck.precision.format_name,
             ranks=world.size,
             batch=deck.batch.global_size,
@@ -60,14 +73,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class TrainingFigures:
-    """What one variant reached: tokens/s of all ranks together, by round; in each tokens/s of the first
-    variant over its own; seconds of each step by the slowest rank; milliseconds a step by phase; the mean
-    loss of each step from the very first one on.
+    """Results of one variant.
 
-    `losses_agree` is whether these are the first variant's but for rounding, None where they cannot be.
-    `pipeline` is the simulator's prediction, of a variant with stages. `peak_bytes` is the most memory that a
-    rank had in use, of a variant alone in its processes; `node_bytes` that all ranks of a node had together,
-    what they share counted once, without code of libraries.
+    Attributes:
+        name: Name of the variant.
+        tokens_per_s: Tokens/s of all ranks together, by round.
+        ratios: Tokens/s of the first variant divided by those of this one, by round.
+        step_seconds: Seconds of each step on the slowest rank.
+        mfu: Model FLOPs utilization.
+        phase_ms: Milliseconds per step, by phase.
+        losses: Mean loss of each step, from the untimed first step on.
+        losses_agree: True if the losses equal those of the first variant except for rounding; None if they
+            are not comparable.
+        pipeline: Predicted and measured step time of a variant with pipeline stages.
+        peak_bytes: Largest memory of a rank; None if other variants ran in the same processes.
+        node_bytes: Largest memory of all ranks of a node together. Memory that ranks share counts once, and
+            code of libraries does not count.
     """
 
     name: str
@@ -78,33 +99,44 @@ class TrainingFigures:
     phase_ms: dict[str, float]
     losses: list[float]
     losses_agree: bool | None = None
-    pipeline: Prediction | None = None
+    pipeline: PipelinePrediction | None = None
     peak_bytes: int | None = None
     node_bytes: int | None = None
 
 
-def agrees(own: Sequence[float], others: Sequence[float], deck: Deck) -> bool:
-    """Whether losses of the same steps are the same but for rounding, which training goes on from."""
-    first, further = _ROUNDING[deck.precision.compute]
-    limits = [first] + [further] * (len(own) - 1)
+def same_losses(expected: Sequence[float], losses: Sequence[float], deck: Deck) -> bool:
+    """Return True if two variants have the same losses except for rounding.
+
+    Args:
+        expected: Losses of the first variant.
+        losses: Losses of the other variant, of the same steps.
+        deck: Deck whose precision gives the tolerance.
+    """
+    first, later = _ROUNDING[deck.precision.compute]
+    limits = [first] + [later] * (len(expected) - 1)
     return all(
-        abs(one - other) <= limit * abs(one) for one, other, limit in zip(own, others, limits, strict=True)
+        abs(one - other) <= limit * abs(one)
+        for one, other, limit in zip(expected, losses, limits, strict=True)
     )
 
 
-def most_of_a_node(world: World, resident: int, own: int) -> tuple[int, int]:
-    """Of bytes of each rank: the most of a rank, and the most `own` ones of the ranks of a node together.
-    Collective.
+def highest_memory(world: World, resident: int, proportional: int) -> tuple[int, int]:
+    """Return the largest memory of a rank, and of the ranks of a node together, in bytes. Collective.
+
+    Args:
+        world: All ranks.
+        resident: Resident bytes of this rank.
+        proportional: Bytes of this rank, in which shared pages count in part; those of a node are added up.
     """
-    ranks = world.everyone.all_gather_object([world.node, resident, own])
+    ranks = world.everyone.all_gather_object([world.node, resident, proportional])
     nodes: dict[int, int] = {}
-    for node, _, bytes_ in ranks:
-        nodes[node] = nodes.get(node, 0) + bytes_
+    for node, _, size in ranks:
+        nodes[node] = nodes.get(node, 0) + size
     return max(row[1] for row in ranks), max(nodes.values())
 
 
 def figure_lines(setting: Setting, figures: Sequence[TrainingFigures]) -> list[str]:
-    """All that is printed, in lines of COLUMNS where names let them be."""
+    """Return the lines to print, of at most COLUMNS characters unless names are too long."""
     first = figures[0].name
     lines = [
         f"{setting.title}: {setting.model}, {setting.precision}, {counted(setting.ranks, 'rank')}, "
@@ -116,10 +148,10 @@ def figure_lines(setting: Setting, figures: Sequence[TrainingFigures]) -> list[s
         *_speeds(figures),
         f"ratio: tokens/s of {first} / tokens/s of the variant in the same round (median, lowest, highest).",
         "p95/p50: 95th percentile of the step times / median of the step times.",
-        *_parted(figures),
+        *_ratio_factors(figures),
         "",
-        *_trained(figures),
-        *_different(figures),
+        *_losses_and_memory(figures),
+        *_loss_differences(figures),
     ]
     phases = [["phases, ms per step", *PHASES]]
     timed = (row for row in figures if row.phase_ms)
@@ -127,7 +159,7 @@ def figure_lines(setting: Setting, figures: Sequence[TrainingFigures]) -> list[s
     lines += ["", *fitted(phases, (0,), COLUMNS)] if len(phases) > 1 else []
     for row in figures:
         if row.pipeline is not None:
-            lines += ["", *stage_lines(row.pipeline), sentence(row.pipeline)]
+            lines += ["", *stage_lines(row.pipeline), step_time_line(row.pipeline)]
         if row.peak_bytes is not None and len(figures) == 1:
             lines.append(f"{row.name}: peak memory of a rank {format_bytes(row.peak_bytes)}")
     return lines
@@ -143,18 +175,18 @@ def _speeds(figures: Sequence[TrainingFigures]) -> list[str]:
     return fitted(rows, (0,), COLUMNS)
 
 
-def _trained(figures: Sequence[TrainingFigures]) -> list[str]:
-    said = {True: "yes", False: "NO", None: "-"}
+def _losses_and_memory(figures: Sequence[TrainingFigures]) -> list[str]:
+    answers = {True: "yes", False: "NO", None: "-"}
     rows = [["variant", "first loss", "last loss", "same losses", "peak of a rank", "peak of the node"]]
     for row in figures:
         losses = [f"{row.losses[at]:.5f}" for at in (0, -1)]
         memory = [format_bytes(size) if size else "-" for size in (row.peak_bytes, row.node_bytes)]
-        rows.append([row.name, *losses, said[row.losses_agree], *memory])
+        rows.append([row.name, *losses, answers[row.losses_agree], *memory])
     return fitted(rows, (0,), COLUMNS)
 
 
-def _different(figures: Sequence[TrainingFigures]) -> Iterator[str]:
-    """What is to be said of variants that train another model, or otherwise."""
+def _loss_differences(figures: Sequence[TrainingFigures]) -> Iterator[str]:
+    """Yield a sentence on the largest difference of each variant whose losses differ from the first one's."""
     first = figures[0]
     for row in figures:
         if row.losses_agree is False:
@@ -168,18 +200,22 @@ def _different(figures: Sequence[TrainingFigures]) -> Iterator[str]:
             )
 
 
-def _parted(figures: Sequence[TrainingFigures]) -> Iterator[str]:
-    """What is won over peers on data ranks, by arithmetic and by communication."""
+def _ratio_factors(figures: Sequence[TrainingFigures]) -> Iterator[str]:
+    """Yield how the ratio to each data-parallel peer divides into computation and communication."""
     rates = {row.name: row.tokens_per_s for row in figures}
-    if ALONE not in rates or RIVAL_ALONE not in rates:
+    if NO_SYNC not in rates or PEER_NO_SYNC not in rates:
         return
-    arithmetic = [own / other for own, other in zip(rates[ALONE], rates[RIVAL_ALONE], strict=True)]
+    computation = [a / b for a, b in zip(rates[NO_SYNC], rates[PEER_NO_SYNC], strict=True)]
     for row in figures:
-        if row.name in RIVALS and RIVALS[row.name].axis == "data" and row.name != RIVAL_ALONE:
-            rest = [ratio / part for ratio, part in zip(row.ratios, arithmetic, strict=True)]
+        if (
+            row.name in TRAINING_PEERS
+            and TRAINING_PEERS[row.name].axis == "data"
+            and row.name != PEER_NO_SYNC
+        ):
+            communication = [ratio / part for ratio, part in zip(row.ratios, computation, strict=True)]
             yield (
-                f"ratio to {row.name} {median(row.ratios):.1%} = computation {median(arithmetic):.1%} "
-                f"({ALONE} / {RIVAL_ALONE}) x communication {median(rest):.1%}"
+                f"ratio to {row.name} {median(row.ratios):.1%} = computation {median(computation):.1%} "
+                f"({NO_SYNC} / {PEER_NO_SYNC}) x communication {median(communication):.1%}"
             )
 
 

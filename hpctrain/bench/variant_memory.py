@@ -1,4 +1,7 @@
-"""The memory of variants of ours, each alone in fresh processes: a process's peak never goes down again."""
+"""Peak memory of variants of a training step, each in new processes.
+
+The peak of a process never decreases, so that variants in the same processes have no peaks of their own.
+"""
 
 from __future__ import annotations
 
@@ -23,40 +26,54 @@ from hpctrain.host.mpi_library import MPI
 if TYPE_CHECKING:
     from hpctrain.bench.training_speed import TrainingBenchOptions
 
-_NAP = 0.05
+_POLL_SECONDS = 0.05
 
 
-def measure_afresh(
-    world: World, path: Path, overrides: Sequence[str], wish: TrainingBenchOptions, names: Sequence[str]
+def measure_peak_memory(
+    world: World, path: Path, overrides: Sequence[str], options: TrainingBenchOptions, names: Sequence[str]
 ) -> dict[str, tuple[int, int]]:
-    """Of each of the named variants the most that a rank had resident and that the node's ranks had together,
-    in two steps of a job of as many ranks, started by mpirun. Collective; the ranks sleep meanwhile.
+    """Measure the peak memory of variants of hpctrain. Collective.
 
-    HpctrainError where the ranks are not all on one node, or no such job can be started.
+    Rank 0 starts a job with mpirun for each variant, which has as many ranks and takes two steps. All ranks
+    sleep in the meantime.
+
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        options: Options of the benchmark.
+        names: Names of the variants.
+
+    Returns:
+        Peak bytes of a rank, and of all ranks of the node, by name.
+
+    Raises:
+        HpctrainError: The ranks are on several nodes, or a job failed.
     """
     if world.nodes > 1:
         raise HpctrainError(f"--memory: requires one node, but the ranks are on {world.nodes}")
-    found: dict[str, tuple[int, int]] = {}
+    peaks: dict[str, tuple[int, int]] = {}
     with world.agreement():
         if world.rank == 0:
-            found = {name: _of_one(world.size, path, overrides, wish, name) for name in names}
-        _sleep(world)
+            peaks = {name: _run_job(world.size, path, overrides, options, name) for name in names}
+        _wait_asleep(world)
     return {
-        name: (resident, node) for name, (resident, node) in world.everyone.broadcast_object(found).items()
+        name: (resident, node) for name, (resident, node) in world.everyone.broadcast_object(peaks).items()
     }
 
 
-def _of_one(
-    ranks: int, path: Path, overrides: Sequence[str], wish: TrainingBenchOptions, name: str
+def _run_job(
+    ranks: int, path: Path, overrides: Sequence[str], options: TrainingBenchOptions, name: str
 ) -> tuple[int, int]:
+    """Measure one variant in a job of its own, and return its peak bytes of a rank and of the node."""
     with TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        changes = [f"--set={each}" for each in overrides] + [f"--variant={each}" for each in wish.variants]
-        flags = ["--data-parallel"] * wish.data_parallel + ["--no-sync"] * wish.no_sync
+        changes = [f"--set={each}" for each in overrides] + [f"--variant={each}" for each in options.variants]
+        flags = ["--data-parallel"] * options.data_parallel + ["--no-sync"] * options.no_sync
         measure = ["--steps=1", "--rounds=1", f"--only={name}", f"--json={figures}"]
         verb = module_command(arguments=["bench", "train", str(path), *changes, *flags, *measure])
         done = subprocess.run(
-            [*(launch(ranks) if ranks > 1 else []), *verb],
+            [*(launch_command(ranks) if ranks > 1 else []), *verb],
             env=without_launcher(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -72,18 +89,22 @@ def _of_one(
     return row["peak_bytes"], row["node_bytes"] or 0
 
 
-def launch(ranks: int) -> list[str]:
-    """What starts so many ranks on this node, by this MPI's launcher; HpctrainError where it is not found."""
+def launch_command(ranks: int) -> list[str]:
+    """Return the start of a command line that runs a program on so many ranks of this node.
+
+    Raises:
+        HpctrainError: The launcher is not in PATH.
+    """
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if launcher is None:
         raise HpctrainError("--memory: requires mpirun or mpiexec in PATH")
-    anywhere = ["--oversubscribe", "--bind-to", "none"] if MPI.get_vendor()[0] == "Open MPI" else []
-    return [launcher, *anywhere, "-n", str(ranks)]
+    flags = ["--oversubscribe", "--bind-to", "none"] if MPI.get_vendor()[0] == "Open MPI" else []
+    return [launcher, *flags, "-n", str(ranks)]
 
 
-def _sleep(world: World) -> None:
-    """Wait for all ranks, unlike a barrier without keeping a core busy. Collective."""
+def _wait_asleep(world: World) -> None:
+    """Wait until all ranks call this, without the busy core of a barrier. Collective."""
     work = world.everyone.start_all_reduce(torch.zeros(1))
     while not work.test():
-        time.sleep(_NAP)
+        time.sleep(_POLL_SECONDS)
     work.wait()

@@ -1,4 +1,8 @@
-"""Things that are timed in turns within one run, since machines drift: A B B A, by rounds of steps."""
+"""Timing of several variants of a training step by turns within one run.
+
+The speed of a machine changes within minutes, so that variants that ran one after the other could not be
+compared. In each round every variant takes some steps; the order of two rounds is A B, B A.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,20 @@ from hpctrain.comm.world import World
 
 @dataclass(frozen=True)
 class TimedVariant:
-    """Something to time: `step` does one step on all ranks and gives the loss of this rank's tokens, where it
-    has any; `tokens` is this rank's part of a step's tokens.
+    """Training step to time.
 
-    `phases` gives the seconds spent in each phase since it was last asked. `split` are the blocks of each
-    part of the model; `probe` measures the stages of a pipeline. `alike` says that it trains the batch as a
-    whole from the deck's first weights. `memory` tells the peaks of a process of its own, see PeerProcess.
+    Attributes:
+        name: Name of the variant.
+        step: Function that takes one step on all ranks. It returns the mean loss of the tokens for which this
+            rank computes it; None if there are none.
+        tokens: Share of this rank in the tokens of a step.
+        phases: Function that returns the seconds in each phase since its last call.
+        split: Number of blocks in each part of the model; empty for peers.
+        probe: Measures the stages of a pipeline; None without pipeline stages.
+        same_training: True if the step trains the global batch from the initial weights of the deck, so that
+            its losses must equal those of other such variants.
+        memory: Function that returns the peak bytes of the variant's own processes, see `PeerProcess.memory`;
+            None if it has no such processes.
     """
 
     name: str
@@ -28,14 +40,20 @@ class TimedVariant:
     phases: Callable[[], dict[str, float]] = dict
     split: tuple[int, ...] = ()
     probe: StageProbe | None = None
-    alike: bool = True
+    same_training: bool = True
     memory: Callable[[], tuple[int, int]] | None = None
 
 
 @dataclass
 class VariantTimes:
-    """Of one variant: tokens/s of all ranks together by round, seconds of every step by the slowest rank, the
-    mean loss of every step from the very first one on, and seconds of a step by phase on this rank.
+    """Measured times and losses of one variant.
+
+    Attributes:
+        variant: The variant.
+        tokens_per_s: Tokens/s of all ranks together, by round.
+        seconds: Seconds of each timed step on the slowest rank.
+        losses: Mean loss of each step, from the untimed first step on.
+        phases: Seconds per step in each phase on this rank.
     """
 
     variant: TimedVariant
@@ -45,44 +63,46 @@ class VariantTimes:
     phases: dict[str, float] = field(default_factory=dict)
 
 
-def take_turns(world: World, variants: Sequence[TimedVariant], steps: int, rounds: int) -> list[VariantTimes]:
-    """Rounds of `steps` steps of each variant, after one step each that is not timed. Collective.
+def time_variants(
+    world: World, variants: Sequence[TimedVariant], steps: int, rounds: int
+) -> list[VariantTimes]:
+    """Time `steps` steps of each variant in each round, after one untimed step of each. Collective.
 
-    Every second round goes through the variants in the opposite order, so that what one leaves to the next,
-    and a machine that becomes slower and slower, meet all alike.
+    Every second round has the opposite order, so that effects of one variant on the next one, and a machine
+    that becomes slower, affect all variants equally.
     """
     measured = [VariantTimes(variant) for variant in variants]
-    for turn in range(rounds + 1):
-        for row in measured if turn % 2 or not turn else reversed(measured):
-            _take_turn(world, row, steps if turn else 1, bool(turn))
+    for number in range(rounds + 1):
+        for row in measured if number % 2 or not number else reversed(measured):
+            _time_round(world, row, steps if number else 1, bool(number))
     for row in measured:
         row.phases = {phase: seconds / (steps * rounds) for phase, seconds in row.phases.items()}
     return measured
 
 
-def _take_turn(world: World, row: VariantTimes, steps: int, timed: bool) -> None:
+def _time_round(world: World, row: VariantTimes, steps: int, timed: bool) -> None:
     variant = row.variant
     world.everyone.barrier()
     variant.phases()
     seconds, losses = torch.zeros(steps, dtype=torch.float64), torch.zeros(2, steps, dtype=torch.float64)
-    began = time.perf_counter()
+    round_start = time.perf_counter()
     for step in range(steps):
-        started = time.perf_counter()
+        start = time.perf_counter()
         loss = variant.step()
-        seconds[step] = time.perf_counter() - started
+        seconds[step] = time.perf_counter() - start
         if loss is not None:
             losses[0, step], losses[1, step] = loss, 1.0
-    taken = (time.perf_counter() - began) / steps
-    spent = variant.phases()
+    step_seconds = (time.perf_counter() - round_start) / steps
+    phase_seconds = variant.phases()
     total, count = world.everyone.all_reduce(losses)
     row.losses += (total / count).tolist()
     if not timed:
         return
-    # Ranks that wait for each other take as long as the slowest; independent ones add up.
-    rate = torch.tensor(variant.tokens / taken, dtype=torch.float64)
+    # Sums of rates are right for independent ranks too. Ranks that wait for each other have the same time.
+    rate = torch.tensor(variant.tokens / step_seconds, dtype=torch.float64)
     row.tokens_per_s.append(float(world.everyone.all_reduce(rate)))
     row.seconds += world.everyone.all_reduce(seconds, "max").tolist()
-    for phase, part in spent.items():
-        row.phases[phase] = row.phases.get(phase, 0.0) + part
+    for phase, duration in phase_seconds.items():
+        row.phases[phase] = row.phases.get(phase, 0.0) + duration
     if variant.probe is not None:
-        variant.probe(taken, {phase: part / steps for phase, part in spent.items()})
+        variant.probe(step_seconds, {phase: duration / steps for phase, duration in phase_seconds.items()})

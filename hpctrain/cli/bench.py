@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from hpctrain.bench.peers.training_peers import RIVALS
+from hpctrain.bench.peers.training_peers import TRAINING_PEERS
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -105,9 +105,9 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @click.option(
     "--against",
     multiple=True,
-    type=click.Choice([*RIVALS]),
+    type=click.Choice([*TRAINING_PEERS]),
     metavar="PEER",
-    help=f"Also measure another program with gloo (hpctrain/bench/README.md): {', '.join(RIVALS)}.",
+    help=f"Also measure another program with gloo (hpctrain/bench/README.md): {', '.join(TRAINING_PEERS)}.",
 )
 @click.option(
     "--variant",

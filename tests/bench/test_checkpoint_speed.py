@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.bench.checkpoint_speed import CheckpointBenchOptions, bench_checkpoint
 from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
 from hpctrain.bench.peers.torch_checkpoint import TorchCheckpoint
-from hpctrain.bench.plain_files import PeakMemory, read_plainly, write_plainly
+from hpctrain.bench.plain_files import PeakMemory, read_plain, write_plain
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -104,11 +104,11 @@ def test_a_folder_that_is_not_there(world: World, mpi_tmp_path: Path) -> None:
 def test_plain_files_take_turns(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
-        write_plainly(path, (16 << 20) + 5)
+        write_plain(path, (16 << 20) + 5)
         assert path.stat().st_size == (16 << 20) + 5
-    read_plainly(paths, (32 << 20) + 10)
+    read_plain(paths, (32 << 20) + 10)
     with pytest.raises(InputOutputError, match="ends 1 bytes before the expected end"):
-        read_plainly(paths, (32 << 20) + 11)
+        read_plain(paths, (32 << 20) + 11)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpctrain.bench.peers.torch_model import TorchModel
-from hpctrain.bench.pipeline_prediction import Prediction, StageProbe, sentence, stage_lines
+from hpctrain.bench.pipeline_prediction import PipelinePrediction, StageProbe, stage_lines, step_time_line
 from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train
 from hpctrain.comm.world import World
 from hpctrain.model.count import count
@@ -40,9 +40,9 @@ def test_torch_has_the_same_model(family: tuple[str, ...]) -> None:
 
 
 def test_the_prediction_in_words() -> None:
-    prediction = Prediction([1.0, 2.0], [3.0, 4.0], 0.25, 40.0, 10.0, 50.0, 55.0, 1.1)
-    assert sentence(prediction).startswith("step time: predicted 50.0 ms (40.0 ms of the pipeline")
-    assert sentence(prediction).endswith("measured 55.0 ms, 1.100 of the prediction")
+    prediction = PipelinePrediction([1.0, 2.0], [3.0, 4.0], 0.25, 40.0, 10.0, 50.0, 55.0, 1.1)
+    assert step_time_line(prediction).startswith("step time: predicted 50.0 ms (40.0 ms of the pipeline")
+    assert step_time_line(prediction).endswith("measured 55.0 ms, 1.100 of the prediction")
     assert stage_lines(prediction) == [
         "stage  forward ms  backward ms",
         "0            1.00         3.00",

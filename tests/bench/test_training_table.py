@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from hpctrain.bench.training_table import COLUMNS, Setting, TrainingFigures, agrees, figure_lines, quantile
+from hpctrain.bench.training_table import (
+    COLUMNS,
+    Setting,
+    TrainingFigures,
+    figure_lines,
+    quantile,
+    same_losses,
+)
 from tests.engines import small_deck
 
 SETTING = Setting("gpt-17m", "gpt2, 16.2M parameters", "bf16", 2, 8, 256, 95e9, "AMD EPYC 9655", (0.5, 2.25))
@@ -55,11 +62,11 @@ def test_lines_fit_and_say_what_differs() -> None:
 def test_losses_agree_within_rounding_of_the_format() -> None:
     fp32, bf16 = small_deck(), small_deck("precision.compute=bf16")
     own = [6.25, 6.2, 6.1]
-    assert agrees(own, [6.25001, 6.2005, 6.1005], fp32)
-    assert not agrees(own, [6.252, 6.2, 6.1], fp32)
-    assert not agrees(own, [6.25, 6.2, 6.12], fp32)
-    assert agrees(own, [6.252, 6.21, 6.12], bf16)
-    assert not agrees(own, [6.27, 6.2, 6.1], bf16)
+    assert same_losses(own, [6.25001, 6.2005, 6.1005], fp32)
+    assert not same_losses(own, [6.252, 6.2, 6.1], fp32)
+    assert not same_losses(own, [6.25, 6.2, 6.12], fp32)
+    assert same_losses(own, [6.252, 6.21, 6.12], bf16)
+    assert not same_losses(own, [6.27, 6.2, 6.1], bf16)
 
 
 def test_quantiles_are_values() -> None:

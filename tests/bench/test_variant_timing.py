@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from hpctrain.bench.variant_timing import TimedVariant, take_turns
+from hpctrain.bench.variant_timing import TimedVariant, time_variants
 from hpctrain.comm.world import World
 
 
@@ -22,7 +22,7 @@ def test_every_second_round_is_mirrored(world: World) -> None:
 
         return TimedVariant(name, step, 8.0, lambda: {"forward": 2.0})
 
-    first, second = take_turns(
+    first, second = time_variants(
         world.single_rank_world(), [step_of("a", 1.0), step_of("b", 7.0)], steps=2, rounds=3
     )
     assert "".join(order) == "ab" + "aabb" + "bbaa" + "aabb"
@@ -38,4 +38,4 @@ def test_every_second_round_is_mirrored(world: World) -> None:
 def test_losses_are_those_of_ranks_that_have_any(world: World) -> None:
     last = TimedVariant("last", lambda: 3.0 if world.rank == 1 else None, 4.0)
     each = TimedVariant("each", lambda: 1.0 + world.rank, 4.0)
-    assert [row.losses for row in take_turns(world, [last, each], 1, 1)] == [[3.0, 3.0], [1.5, 1.5]]
+    assert [row.losses for row in time_variants(world, [last, each], 1, 1)] == [[3.0, 3.0], [1.5, 1.5]]

@@ -342,13 +342,13 @@ def metrics(title: str) -> list[dict[str, Any]]:
 
 def training_step(tables: dict[str, Any], device: str) -> Callable[[], float]:
     """Return a function that makes a training step on random tokens, on one rank."""
-    from hpctrain.bench.training_speed import own_variant
+    from hpctrain.bench.training_speed import hpctrain_variant
     from hpctrain.comm.verb import single_world
     from hpctrain.deck.read import read_deck
     from hpctrain.engine.layout.run_mesh import make_mesh
 
     deck, world = read_deck(write_deck(tables), (f"run.device={device}",)), single_world(device)
-    return own_variant("deck", deck, world, make_mesh(deck, world)).step
+    return hpctrain_variant("deck", deck, world, make_mesh(deck, world)).step
 
 
 def sized(deck: dict[str, Any], device: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 
-MIXTRAL_RIVALS = {"transformers-eager": "eager", "transformers-grouped": "grouped_mm"}
+MIXTRAL_PEERS = {"transformers-eager": "eager", "transformers-grouped": "grouped_mm"}
 """How each computes its experts, as transformers calls it."""
 
 EXPERT_KEYS: dict[str, object] = {
@@ -85,7 +85,7 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     """
     training = TorchTraining(deck)
     torch.manual_seed(deck.run.seed)
-    model = mixtral(training.shape, MIXTRAL_RIVALS[name]).to(training.storage)
+    model = mixtral(training.shape, MIXTRAL_PEERS[name]).to(training.storage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def step() -> float:

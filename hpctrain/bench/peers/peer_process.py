@@ -20,7 +20,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.bench.peers.training_peers import RIVALS
+from hpctrain.bench.peers.training_peers import TRAINING_PEERS
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.host.commands import module_command
 
@@ -67,7 +67,7 @@ class PeerProcess:
             env=without_launcher(os.environ)
             | {key: str(value) for key, value in place.items()}
             | {"DS_ACCELERATOR": "cpu"}
-            | dict(RIVALS[name].environment),
+            | dict(TRAINING_PEERS[name].environment),
         )
         job = {
             "name": name,
@@ -153,10 +153,10 @@ def _serve(say: Any) -> None:
 
     job = json.loads(sys.stdin.readline())
     deck = parse_deck(job["deck"], includes=False)
-    place, rival = _Place(job["rank"], job["size"]), RIVALS[job["name"]]
+    place, peer = _Place(job["rank"], job["size"]), TRAINING_PEERS[job["name"]]
     torch.set_num_threads(deck.run.threads)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    module = import_module(f"hpctrain.bench.peers.{rival.module}")
+    module = import_module(f"hpctrain.bench.peers.{peer.module}")
     waiting = timedelta(seconds=_SECONDS)
     store = None
     if place.rank == 0:
@@ -165,7 +165,7 @@ def _serve(say: Any) -> None:
     there = json.loads(sys.stdin.readline())
     if store is None:
         store = TCPStore(there["host"], there["port"], place.size, False, waiting)
-    if rival.axis != "none":
+    if peer.axis != "none":
         torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
     step = module.peer(job["name"], deck, place, job["split"])
     say({})
@@ -174,7 +174,7 @@ def _serve(say: Any) -> None:
             say({"loss": step()})
         else:
             say({"resident": peak_rss_bytes(), "own": peak_proportional_bytes()})
-    if rival.axis != "none":
+    if peer.axis != "none":
         torch.distributed.destroy_process_group()
 
 

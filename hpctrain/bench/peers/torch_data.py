@@ -27,9 +27,9 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     OneDnnLinear. "ddp-kept" differs by the environment of its process alone.
     """
     training = TorchTraining(deck, place.rank, place.size)
-    model = training.whole_model()
+    model = training.full_model()
     if name == "ddp-onednn":
-        through_onednn(model)
+        use_onednn(model)
     if name != "ddp-alone":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     update = _cut_update(training, model) if name == "zero1" else TorchUpdate(training, [model])
@@ -39,7 +39,7 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     def backward(micro: MicroBatch, last: bool) -> Tensor:
         with model.no_sync() if once and not last else nullcontext():  # type: ignore[operator]
             with halved:
-                loss = training.part_of_loss(model, micro)
+                loss = training.loss_share(model, micro)
             loss.backward()
         return loss
 
@@ -97,7 +97,7 @@ class _Linear(nn.Linear):
         return result
 
 
-def through_onednn(model: nn.Module) -> None:
+def use_onednn(model: nn.Module) -> None:
     """Have all linear layers compute through oneDNN; their parameters stay."""
     for module in model.modules():
         if type(module) is nn.Linear:

@@ -56,17 +56,17 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
         for part, module in zip(mine, modules, strict=True)
     ]
 
-    def part_of_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    def loss_share(logits: Tensor, targets: Tensor) -> Tensor:
         return loss_of(logits, targets) / training.count
 
     # Torch scales the gradients of each stage afterwards, those of a table that two stages share twice.
     schedule: Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
     if name == "torch-pipeline":
-        schedule = Schedule1F1B(stages[0], training.count, part_of_loss, scale_grads=False)
+        schedule = Schedule1F1B(stages[0], training.count, loss_share, scale_grads=False)
     elif name == "torch-interleaved":
-        schedule = ScheduleInterleaved1F1B(stages, training.count, part_of_loss, scale_grads=False)
+        schedule = ScheduleInterleaved1F1B(stages, training.count, loss_share, scale_grads=False)
     else:
-        schedule = ScheduleZBVZeroBubble(stages, training.count, part_of_loss, scale_grads=False)
+        schedule = ScheduleZBVZeroBubble(stages, training.count, loss_share, scale_grads=False)
     last = parts - 1 in mine
     holders = torch.distributed.new_group([0, place.size - 1])
 

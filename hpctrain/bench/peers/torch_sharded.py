@@ -48,7 +48,7 @@ def _fsdp2(training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerS
 
     def backward(micro: MicroBatch, last: bool) -> Tensor:
         model.set_requires_gradient_sync(not once or last)
-        loss = training.part_of_loss(model, micro)
+        loss = training.loss_share(model, micro)
         loss.backward()
         return loss
 

@@ -36,7 +36,7 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     update = TorchUpdate(training, [model], stored=True)
 
     def backward(micro: MicroBatch, _: bool) -> Tensor:
-        loss = training.part_of_loss(model, micro)
+        loss = training.loss_share(model, micro)
         loss.backward()
         return loss
 

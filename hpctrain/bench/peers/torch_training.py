@@ -71,7 +71,7 @@ class TorchTraining:
         assert isinstance(self.architecture, ModelShape)
         return self.architecture
 
-    def whole_model(self) -> nn.Module:
+    def full_model(self) -> nn.Module:
         """All of the deck's model in plain torch, of tokens [b, s] logits [b, s, V], with the weights that a
         run begins with.
         """
@@ -95,7 +95,7 @@ class TorchTraining:
         first = self.steps * batch.global_size
         return self._batches.step(first, batch.global_size, *self.share, batch.micro_size)
 
-    def part_of_loss(self, model: Callable[..., Tensor], micro: MicroBatch) -> Tensor:
+    def loss_share(self, model: Callable[..., Tensor], micro: MicroBatch) -> Tensor:
         """What a micro-batch adds to the mean loss of this rank's share of a step."""
         return loss_of(model(micro.tokens), micro.targets) / self.count
 

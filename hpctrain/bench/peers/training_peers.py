@@ -23,7 +23,7 @@ has to bring them anew, page by page; a threshold instead of 0 has an upper limi
 
 
 @dataclass(frozen=True)
-class Rival:
+class TrainingPeer:
     """`module` of this folder has its `peer`, which trains on ranks along `axis` ("none": on one rank); its
     process has `environment` besides. `alike` says whether it trains from the deck's own first weights, the
     batch as a whole, so that its losses are ours.
@@ -32,27 +32,27 @@ class Rival:
     module: str
     axis: Axis
     environment: tuple[tuple[str, str], ...] = ()
-    alike: bool = True
+    same_training: bool = True
 
 
-RIVALS = MappingProxyType(
+TRAINING_PEERS = MappingProxyType(
     {
-        "ddp": Rival("torch_data", "data"),
-        "ddp-kept": Rival("torch_data", "data", KEPT),
-        "ddp-onednn": Rival("torch_data", "data"),
-        "ddp-alone": Rival("torch_data", "data", alike=False),
-        "zero1": Rival("torch_data", "data"),
-        "fsdp2": Rival("torch_sharded", "data"),
-        "deepspeed": Rival("torch_sharded", "data"),
-        "deepspeed-1": Rival("torch_sharded", "data"),
-        "deepspeed-3": Rival("torch_sharded", "data"),
-        "torch-tensor": Rival("torch_tensor", "tensor"),
-        "torch-sequence": Rival("torch_tensor", "tensor"),
-        "torch-pipeline": Rival("torch_pipeline", "pipeline"),
-        "torch-interleaved": Rival("torch_pipeline", "pipeline"),
-        "torch-zbv": Rival("torch_pipeline", "pipeline"),
-        "transformers-eager": Rival("mixtral", "none", alike=False),
-        "transformers-grouped": Rival("mixtral", "none", alike=False),
+        "ddp": TrainingPeer("torch_data", "data"),
+        "ddp-kept": TrainingPeer("torch_data", "data", KEPT),
+        "ddp-onednn": TrainingPeer("torch_data", "data"),
+        "ddp-alone": TrainingPeer("torch_data", "data", same_training=False),
+        "zero1": TrainingPeer("torch_data", "data"),
+        "fsdp2": TrainingPeer("torch_sharded", "data"),
+        "deepspeed": TrainingPeer("torch_sharded", "data"),
+        "deepspeed-1": TrainingPeer("torch_sharded", "data"),
+        "deepspeed-3": TrainingPeer("torch_sharded", "data"),
+        "torch-tensor": TrainingPeer("torch_tensor", "tensor"),
+        "torch-sequence": TrainingPeer("torch_tensor", "tensor"),
+        "torch-pipeline": TrainingPeer("torch_pipeline", "pipeline"),
+        "torch-interleaved": TrainingPeer("torch_pipeline", "pipeline"),
+        "torch-zbv": TrainingPeer("torch_pipeline", "pipeline"),
+        "transformers-eager": TrainingPeer("mixtral", "none", same_training=False),
+        "transformers-grouped": TrainingPeer("mixtral", "none", same_training=False),
     }
 )
 
@@ -89,7 +89,7 @@ def pipeline_parts(name: str, deck: Deck, stages: int) -> int:
     return 2 * stages if name == "torch-zbv" else max(2, deck.layout.chunks) * stages
 
 
-def rival_problems(names: Sequence[str], deck: Deck, ranks: int, on_host: bool) -> list[str]:
+def peer_problems(names: Sequence[str], deck: Deck, ranks: int, on_host: bool) -> list[str]:
     """Why these cannot be measured against with this deck, on so many ranks: a sentence each, or none."""
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     problems = [f"--against {name}: is given {names.count(name)} times (give it once)" for name in twice]
@@ -104,18 +104,18 @@ def rival_problems(names: Sequence[str], deck: Deck, ranks: int, on_host: bool) 
 def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
     from hpctrain.deck.sources import toml_value
 
-    rival = RIVALS[name]
+    peer = TRAINING_PEERS[name]
     if not on_host:
         yield 'runs on the CPU only (use run.device = "cpu")'
-    if deck.model.module is not None and rival.module != "torch_data":
+    if deck.model.module is not None and peer.module != "torch_data":
         yield "does not support model.module (use ddp, ddp-kept, ddp-onednn or zero1)"
-    if rival.axis == "none":
+    if peer.axis == "none":
         if ranks > 1:
             yield f"requires one rank, not {ranks}"
         return
     if ranks == 1:
         yield "requires two ranks or more (such as mpirun -n 2)"
-    yield from _OF_AXES[rival.axis](name, deck, ranks)
+    yield from _OF_AXES[peer.axis](name, deck, ranks)
     for key, value in _PLAIN.items():
         if deck.value(key) != value:
             had = "none" if value is None else toml_value(value)

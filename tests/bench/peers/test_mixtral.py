@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.bench.peers.mixtral import MIXTRAL_RIVALS, mixtral, peer
+from hpctrain.bench.peers.mixtral import MIXTRAL_PEERS, mixtral, peer
 from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=40", "model.tied=false")
 
 
-@pytest.mark.parametrize("experts", MIXTRAL_RIVALS.values())
+@pytest.mark.parametrize("experts", MIXTRAL_PEERS.values())
 def test_it_has_the_sizes_of_the_deck(experts: str) -> None:
     shape = ModelShape.of(small_deck(*MIXTURE), 61)
     model = mixtral(shape, experts)
@@ -29,13 +29,13 @@ def test_it_has_the_sizes_of_the_deck(experts: str) -> None:
     assert model.config._experts_implementation == experts
 
 
-@pytest.mark.parametrize("rival", MIXTRAL_RIVALS)
-def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MIXTRAL_PEERS)
+def test_its_step_trains_every_tensor(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpctrain.bench.peers import mixtral as module
 
     made = []
     monkeypatch.setattr(module, "mixtral", lambda *args: made.append(mixtral(*args)) or made[0])
-    step = peer(rival, small_deck(*MIXTURE), world.single_rank_world(), ())
+    step = peer(name, small_deck(*MIXTURE), world.single_rank_world(), ())
     before = {name: p.detach().clone() for name, p in made[0].named_parameters()}
     step()
     assert all(not torch.equal(before[name], p) for name, p in made[0].named_parameters())

@@ -19,8 +19,8 @@ import pytest
 from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
 from hpctrain.bench.peers.peer_process import PeerProcess
 from hpctrain.bench.peers.torch_training import PeerStep
-from hpctrain.bench.peers.training_peers import RIVALS
-from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train, own_variant
+from hpctrain.bench.peers.training_peers import TRAINING_PEERS
+from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train, hpctrain_variant
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.one_rank import on_one_rank
@@ -31,8 +31,8 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from tests.engines import DECK, LLAMA, small_deck
 
-ON_DATA = [name for name, rival in RIVALS.items() if rival.axis == "data" and rival.alike]
-IN_PIPELINES = [name for name, rival in RIVALS.items() if rival.axis == "pipeline"]
+ON_DATA = [name for name, peer in TRAINING_PEERS.items() if peer.axis == "data" and peer.same_training]
+IN_PIPELINES = [name for name, peer in TRAINING_PEERS.items() if peer.axis == "pipeline"]
 CHANGES = (
     *((name, ()) for name in ON_DATA),
     ("ddp", ("precision.compute=bf16", *LLAMA)),
@@ -55,14 +55,14 @@ def steps_of(name: str, deck: Deck, world: World) -> Iterator[PeerStep]:
         assert peer.process.returncode == 0
         return
     start_gloo(world)
-    yield import_module(f"hpctrain.bench.peers.{RIVALS[name].module}").peer(name, deck, world, ())
+    yield import_module(f"hpctrain.bench.peers.{TRAINING_PEERS[name].module}").peer(name, deck, world, ())
     stop_gloo()
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("name", "changes"), CHANGES, ids=lambda part: part if isinstance(part, str) else "")
-def test_rivals_train_what_one_rank_of_ours_does(world: World, name: str, changes: tuple[str, ...]) -> None:
+def test_peers_train_what_one_rank_of_ours_does(world: World, name: str, changes: tuple[str, ...]) -> None:
     """Gradients above the clip, weights that decay, tied tables of gpt2 and a rate that warms up included."""
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
@@ -71,7 +71,7 @@ def test_rivals_train_what_one_rank_of_ours_does(world: World, name: str, change
         rows = [world.everyone.all_gather_object(step()) for _ in range(4)]
     losses = [fmean(loss for loss in row if loss is not None) for row in rows]
     alone = world.single_rank_world()
-    own = own_variant("own", on_one_rank(deck), alone, Mesh(alone, {}))
+    own = hpctrain_variant("own", on_one_rank(deck), alone, Mesh(alone, {}))
     rounding = 1e-5 if deck.precision.compute == "fp32" else 2e-3
     assert losses == pytest.approx([own.step() for _ in range(4)], rel=rounding)
     assert abs(losses[-1] - losses[0]) > 2 * rounding * losses[0]

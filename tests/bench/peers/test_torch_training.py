@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpctrain.bench.peers.torch_data import through_onednn
+from hpctrain.bench.peers.torch_data import use_onednn
 from hpctrain.bench.peers.torch_model import TorchModel, loss_of
 from hpctrain.bench.peers.torch_training import TorchTraining, clip_gradients
 from hpctrain.comm.mesh import Mesh
@@ -47,7 +47,7 @@ def test_a_module_begins_with_the_weights_of_a_run(world: World) -> None:
     engine = build_engine(deck, alone, Mesh(alone, {}))
     ours = {p.shard.name: p.detach() for layer in engine.model.layers for p in layer.all_parameters}
     training = TorchTraining(deck)
-    module = training.whole_model()
+    module = training.full_model()
     theirs = {name.removeprefix("module."): p for name, p in module.named_parameters()}
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], value) for name, value in ours.items())
@@ -92,7 +92,7 @@ def test_onednn_computes_the_same_gradients(family: tuple[str, ...]) -> None:
         for parameter in model.parameters():
             parameter.data += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
         if onednn:
-            through_onednn(model)
+            use_onednn(model)
         with torch.profiler.profile() as profile:
             loss_of(model(tokens), tokens.roll(1)).backward()
         names = {event.key for event in profile.key_averages()}

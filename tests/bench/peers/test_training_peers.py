@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from hpctrain.bench.peers import training_peers
-from hpctrain.bench.peers.training_peers import RIVALS, rival_problems
+from hpctrain.bench.peers.training_peers import TRAINING_PEERS, peer_problems
 from tests.engines import LLAMA, small_deck
 
 DATA, TENSOR, PIPELINE = (), ("layout.tensor=2",), ("layout.pipeline=2", "model.layers=4")
@@ -18,14 +18,14 @@ LATENT = (*LLAMA, "model.key_value_heads=8", "model.latent.key_value_rank=4", "m
 OF_AXES = {"data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "none": (*LLAMA, "model.experts.count=4")}
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", TRAINING_PEERS)
 def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_peers, "find_spec", lambda _: object())
-    axis = RIVALS[name].axis
+    axis = TRAINING_PEERS[name].axis
     deck = small_deck("model.dropout=0", *OF_AXES[axis])
-    assert rival_problems([name], deck, 1 if axis == "none" else 2, True) == []
+    assert peer_problems([name], deck, 1 if axis == "none" else 2, True) == []
     if axis != "none":
-        assert callable(import_module(f"hpctrain.bench.peers.{RIVALS[name].module}").peer)
+        assert callable(import_module(f"hpctrain.bench.peers.{TRAINING_PEERS[name].module}").peer)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
 def test_what_they_cannot_is_one_sentence(
     names: list[str], changes: tuple[str, ...], ranks: int, told: str
 ) -> None:
-    (sentence,) = rival_problems(names, small_deck("model.dropout=0", *changes), ranks, True)
+    (sentence,) = peer_problems(names, small_deck("model.dropout=0", *changes), ranks, True)
     assert sentence.startswith("--against ")
     assert told in sentence
 
@@ -74,9 +74,9 @@ def test_what_is_missing_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     deck = small_deck("model.dropout=0")
     monkeypatch.setattr(training_peers, "find_spec", lambda _: None)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    told = rival_problems(["deepspeed-1", "ddp-kept", "ddp"], deck, 2, True)
+    told = peer_problems(["deepspeed-1", "ddp-kept", "ddp"], deck, 2, True)
     assert len(told) == 2
     assert told[0].startswith("--against deepspeed-1: requires DeepSpeed (pip install deepspeed)")
     assert told[1].startswith("--against ddp-kept: requires glibc")
-    (told_of_gpus,) = rival_problems(["ddp"], deck, 2, False)
+    (told_of_gpus,) = peer_problems(["ddp"], deck, 2, False)
     assert told_of_gpus.endswith('runs on the CPU only (use run.device = "cpu")')
