@@ -1,8 +1,8 @@
-"""The reference of a policy: the model that its run starts from, which is kept in the run's folder."""
+"""Reference of a policy: the model that its run started from, which is stored in the run's folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b
@@ -37,111 +37,139 @@ from hpctrain.train.reference_scores import require_same_reference
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step, TrainState
 
-FILE = "reference.h5"
+REFERENCE_FILE = "reference.h5"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What gives the reference's log-probabilities of sequences, see `log_probabilities_of`, on ranks that
-    have it; its identity; and the engine that it has of its own, if it has one.
+    """Reference model of a run.
+
+    Attributes:
+        log_probabilities: Yields the reference's log-probabilities of sequences, as `log_probabilities_of`
+            does; None on ranks that do not hold it.
+        identity: Hash of its tensors, which does not depend on the layout.
+        engine: Engine of the reference, if it has one of its own on this rank.
     """
 
-    scored: Callable[[Batches], Iterator[Tensor]] | None
+    log_probabilities: Callable[[Batches], Iterator[Tensor]] | None
     identity: str
     engine: Engine | None = None
 
 
 def open_reference(
-    deck: Deck, seat: ModelPlacement, step: Step, state: TrainState, checkpoint: Path | None
+    deck: Deck, placement: ModelPlacement, step: Step, state: TrainState, checkpoint: Path | None
 ) -> Reference | None:
-    """What computes with the reference: None where nothing asks it. Collective.
+    """Return the reference of a run, or None if the objective needs none. Collective.
 
-    In its own layout it is a model of its own; of a policy whose adapters are trained alone it is the policy
-    with those that it had at the start (`step` makes its steps).
+    A new run stores the reference. A resumed run reads it from its folder, or else from the folder of the
+    checkpoint. If the policy only trains adapters, the reference may be the policy with its initial adapters.
+    Otherwise the reference is a model of its own, in a layout of its own.
 
-    A run that begins writes it; one that goes on from a `checkpoint` reads it in the run's folder, or in the
-    one that the checkpoint is of. InputOutputError on all ranks where that cannot be, or is another one.
+    Args:
+        deck: Deck of the run.
+        placement: Models that this rank holds.
+        step: Step of the policy.
+        state: Counters of the run.
+        checkpoint: Checkpoint that the run resumes from; None for a new run.
+
+    Raises:
+        InputOutputError: On all ranks if the reference cannot be written or read, or is not the one that the
+            checkpoint names.
     """
-    engine = step.engine
-    world, path = seat.run_world, Path(deck.run.dir) / FILE
+    world, path = placement.run_world, Path(deck.run.dir) / REFERENCE_FILE
     with world.agreement():
-        own = reference_deck(deck, world.size)
-    shared = shares_reference(deck)
-    if own is None and not shared:
+        model_deck = reference_deck(deck, world.size)
+    shares_policy = shares_reference(deck)
+    if model_deck is None and not shares_policy:
         return None
-    buckets = [bucket for bucket in engine.stage.buckets if bucket.trained or not shared]
+    buckets = [bucket for bucket in step.engine.stage.buckets if bucket.trained or not shares_policy]
     if checkpoint is None:
-        with world.agreement():
-            if world.rank == 0:  # a replay has a folder of its own, which is not there yet
-                path.parent.mkdir(parents=True, exist_ok=True)
-        held = (
-            tensor for bucket in buckets for tensor in owned_state(MODEL, bucket.owned_values, bucket, COMMON)
-        )
-        known = {MODEL_ONLY: True, **asdict(state), **deck_state(deck), "code_version": __version__}
-        save(path, world.everyone, training_entries(held, writing=True), known)
+        _store_reference(path, world, buckets, {**asdict(state), **deck_state(deck)})
     elif not world.everyone.broadcast_object(path.exists()):
-        path = checkpoint.parent.parent / FILE
+        path = checkpoint.parent.parent / REFERENCE_FILE
         with world.agreement():
             if world.rank == 0 and not path.exists():
                 needed = "which a run writes at its start and requires to resume"
                 raise InputOutputError(f"{path}: is missing, {needed} (restore it, or start again)")
-    identity = _identity(path, world, checkpoint)
-    if own is None:
-        start = _start(path, world, buckets)
-        scored = None if seat.idle else partial(_with_start, step, make_token_sampling(deck), start)
-        return Reference(scored, identity)
-    there = seat.world_of(REFERENCE)
-    with seat.agreement():
-        if there is None:
+    identity = _check_identity(path, world, checkpoint)
+    sampling = make_token_sampling(deck)
+    if model_deck is None:
+        initial_values = _load_initial_values(path, world, buckets)
+        if placement.idle:
             return Reference(None, identity)
-        shown = shown_engine(path, own, there)
-    rows = Batches(AnswerRows([], own.batch.sequence), 0)
-    other = Step(shown, rows, own.batch.micro_size, 0.0, own.run.seed)
-    return Reference(
-        partial(log_probabilities_of, other, sampling=make_token_sampling(deck)), identity, shown
+        return Reference(partial(_initial_log_probabilities, step, sampling, initial_values), identity)
+    reference_world = placement.world_of(REFERENCE)
+    with placement.agreement():
+        if reference_world is None:
+            return Reference(None, identity)
+        engine = shown_engine(path, model_deck, reference_world)
+    rows = Batches(AnswerRows([], model_deck.batch.sequence), 0)
+    reference_step = Step(engine, rows, model_deck.batch.micro_size, 0.0, model_deck.run.seed)
+    return Reference(partial(log_probabilities_of, reference_step, sampling=sampling), identity, engine)
+
+
+def _store_reference(
+    path: Path, world: World, buckets: Sequence[Bucket], state: Mapping[str, object]
+) -> None:
+    """Write the current parameters of the policy to the reference's file. Collective."""
+    with world.agreement():
+        if world.rank == 0:  # the folder of a replay does not exist yet
+            path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = (
+        tensor for bucket in buckets for tensor in owned_state(MODEL, bucket.owned_values, bucket, COMMON)
     )
+    contents = {MODEL_ONLY: True, **state, "code_version": __version__}
+    save(path, world.everyone, training_entries(tensors, writing=True), contents)
 
 
-def _identity(path: Path, world: World, checkpoint: Path | None) -> str:
-    """By what the reference there is known: checksums of its tensors, which are those of any layout.
-    Collective; InputOutputError where the checkpoint knows another one.
+def _check_identity(path: Path, world: World, checkpoint: Path | None) -> str:
+    """Return the identity of the stored reference. Collective.
+
+    Raises:
+        InputOutputError: The checkpoint belongs to another reference.
     """
     everyone = world.everyone
-    found = blake2b(examine(path, everyone).sums.tobytes(), digest_size=8).hexdigest()
-    require_same_reference(world, path, found, checkpoint)
-    return found
+    identity = blake2b(examine(path, everyone).sums.tobytes(), digest_size=8).hexdigest()
+    require_same_reference(world, path, identity, checkpoint)
+    return identity
 
 
-_Values = Sequence[tuple[Bucket, Tensor]]
+_BucketValues = Sequence[tuple[Bucket, Tensor]]
+"""Values of the parameters that this rank owns in each bucket."""
 
 
-def _start(path: Path, world: World, buckets: Sequence[Bucket]) -> _Values:
-    """This rank's values of what is trained, as they were when the run began. Collective."""
-    begun = [(bucket, torch.zeros_like(_own(bucket))) for bucket in buckets]
-    tensors = (each for bucket, flat in begun for each in owned_state(MODEL, flat, bucket, COMMON))
+def _load_initial_values(path: Path, world: World, buckets: Sequence[Bucket]) -> _BucketValues:
+    """Read the initial values of the parameters that this rank owns. Collective."""
+    values = [(bucket, torch.zeros_like(_owned_values(bucket))) for bucket in buckets]
+    tensors = (each for bucket, flat in values for each in owned_state(MODEL, flat, bucket, COMMON))
     load(path, world.everyone, training_entries(tensors))
-    return begun
+    return values
 
 
-def _with_start(step: Step, sampling: TokenSampling, start: _Values, batches: Batches) -> Iterator[Tensor]:
-    """Log-probabilities by the policy as it was at its start; then it has its bits again. Collective."""
-    buckets = [bucket for bucket, _ in start]
-    present = [(bucket, _own(bucket).clone()) for bucket in buckets]
-    _put(start)
-    found = list(log_probabilities_of(step, batches, sampling))
-    _put(present)
-    yield from found
+def _initial_log_probabilities(
+    step: Step, sampling: TokenSampling, initial_values: _BucketValues, batches: Batches
+) -> Iterator[Tensor]:
+    """Yield log-probabilities under the policy with its initial parameters. Collective.
+
+    The current parameters are restored before the first result.
+    """
+    current_values = [(bucket, _owned_values(bucket).clone()) for bucket, _ in initial_values]
+    _set_parameters(initial_values)
+    log_probabilities = list(log_probabilities_of(step, batches, sampling))
+    _set_parameters(current_values)
+    yield from log_probabilities
 
 
-def _put(values: _Values) -> None:
+def _set_parameters(values: _BucketValues) -> None:
+    """Set the parameters of buckets on all ranks that hold them. Collective."""
     buckets = [bucket for bucket, _ in values]
     await_readers(buckets)
-    for bucket, own in values:
-        _own(bucket).copy_(own)
+    for bucket, owned in values:
+        _owned_values(bucket).copy_(owned)
     gather_updated(buckets)
 
 
-def _own(bucket: Bucket) -> Tensor:
+def _owned_values(bucket: Bucket) -> Tensor:
     values = bucket.owned_values
-    assert isinstance(values, Tensor), "adapters lie where they are computed with"
+    assert isinstance(values, Tensor), "adapters are in memory, not on disk"
     return values

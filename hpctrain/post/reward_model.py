@@ -1,4 +1,4 @@
-"""A reward model of a checkpoint as what judges answers, on all ranks."""
+"""Reward model from a checkpoint that scores answers of a policy."""
 
 from __future__ import annotations
 
@@ -25,25 +25,39 @@ from hpctrain.watch.newest import find_checkpoint
 
 @dataclass
 class RewardModel:
-    """Gives an answer the value of its last token."""
+    """Reward model on the ranks that hold it. The score of an answer is the model's value at its last token.
+
+    Attributes:
+        step: Step of the model's engine, which runs its forward passes.
+        length: Largest number of tokens of a prompt with its answer.
+    """
 
     step: Step
     length: int
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
-        """A number for each answer. Collective."""
+        """Return the score of each answer. Collective over the ranks of the model."""
         values = torch.cat(list(values_of(self.step, Batches(AnswerRows(answers, self.length), 0))))
         last = torch.tensor([len(each.ids) - 1 for each in answers])
-        found: list[float] = values[torch.arange(len(answers)), last].tolist()
-        return found
+        scores: list[float] = values[torch.arange(len(answers)), last].tolist()
+        return scores
 
 
-def open_reward_model(world: World, name: str, tokenizer: Tokenizer, longest: int, where: str) -> RewardModel:
-    """The reward model of a checkpoint, or of a run's folder, in the layout that trained it where that fits.
-    Collective.
+def open_reward_model(
+    world: World, name: str, tokenizer: Tokenizer, max_length: int, where: str
+) -> RewardModel:
+    """Load a reward model, in the layout that it was trained with if that fits the ranks. Collective.
 
-    HpctrainError, beginning with `where`, on all ranks where it is none, knows other tokens, or sees fewer
-    than the `longest` answer has with its prompt.
+    Args:
+        world: Ranks that hold the model.
+        name: Path of a checkpoint, or of the folder of a run.
+        tokenizer: Tokenizer of the policy.
+        max_length: Largest number of tokens of a prompt with its answer.
+        where: Place of the name in the deck, with which messages begin.
+
+    Raises:
+        HpctrainError: On all ranks if it is not a reward model, has another tokenizer, or does not support
+            sequences of `max_length` tokens.
     """
     try:
         path = find_checkpoint(world, Path(name))
@@ -56,12 +70,13 @@ def open_reward_model(world: World, name: str, tokenizer: Tokenizer, longest: in
             raise HpctrainError(
                 f'{where}: {path} is not a reward model (objective.kind = "reward" trains one)'
             )
-        own = known_tokenizer(state, path)
-        if difference := tokenizer_difference(own.text, tokenizer.text, "its tokenizer", "the run's"):
+        model_tokenizer = known_tokenizer(state, path)
+        texts = model_tokenizer.text, tokenizer.text
+        if difference := tokenizer_difference(*texts, "its tokenizer", "the run's"):
             raise HpctrainError(f"{where}: {path} has another tokenizer: {difference}")
-        if deck.batch.sequence < longest:
-            sees = f"supports {deck.batch.sequence} tokens, but prompts with answers may have {longest}"
-            raise HpctrainError(f"{where}: {path} {sees} (use a smaller batch.sequence)")
+        if deck.batch.sequence < max_length:
+            limit = f"supports {deck.batch.sequence} tokens, but prompts with answers may have {max_length}"
+            raise HpctrainError(f"{where}: {path} {limit} (use a smaller batch.sequence)")
     engine = shown_engine(path, deck, world)
     batches = Batches(AnswerRows([], deck.batch.sequence), 0)
     return RewardModel(Step(engine, batches, deck.batch.micro_size, 0.0, deck.run.seed), deck.batch.sequence)

@@ -1,4 +1,4 @@
-"""A rollout: answers that were written by one policy, and what was found out about them, as samples."""
+"""Rollouts: answers that one version of the policy wrote, and the samples that are made of them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,34 @@ from hpctrain.data.batches import MASKED, MicroBatch, MicroBatchRequest, Sequenc
 
 
 class Answer(NamedTuple):
-    """What a model wrote behind a prompt: the prompt's `number` and which `sample` of it this is, all token
-    ids of both, how many of them are the answer's, its text, and why it ended, see Continuation.
+    """Answer of a model to a prompt.
+
+    Attributes:
+        prompt_number: Number of the prompt.
+        sample_number: Number of this answer among those to the same prompt.
+        ids: Token ids of the prompt and the answer.
+        length: Number of tokens of the answer.
+        text: Text of the answer.
+        finish_reason: Reason why it ended, as in `Continuation`.
     """
 
-    number: int
-    sample: int
+    prompt_number: int
+    sample_number: int
     ids: tuple[int, ...]
-    written: int
+    length: int
     text: str
-    why: str
+    finish_reason: str
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.ids) - self.length
 
 
 class AnswerRows(SequenceSource):
-    """Answers as sequences of `length` tokens: each with its prompt from the first place on; targets are the
-    answer's tokens.
+    """Sequences of `length` tokens: each has a prompt with its answer, then padding.
+
+    Targets are the tokens of the answers.
     """
 
     def __init__(self, answers: Sequence[Answer], length: int) -> None:
@@ -40,20 +53,20 @@ class AnswerRows(SequenceSource):
             ids = torch.tensor(answer.ids)
             assert len(ids) <= length, (len(ids), length)
             self.tokens[row, : len(ids)] = ids
-            first = len(ids) - answer.written
+            first = answer.prompt_length
             self.targets[row, first - 1 : len(ids) - 1] = ids[first:]
 
     @property
-    def answered(self) -> Tensor:
-        """Which places predict a token of an answer, [n, s]."""
+    def answer_mask(self) -> Tensor:
+        """Tensor [n, s] that is True at the positions which predict a token of an answer."""
         return self.targets >= 0
 
     @override
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         return self.tokens[index], self.targets[index]
 
+    @override
     def real_tokens(self, index: int) -> int:
-        """Return the number of tokens of a sequence in front of its padding."""
         return self.lengths[index]
 
 
@@ -66,7 +79,7 @@ class Rollout:
         rows: Tokens and targets of the answers.
         scores: Weighted sum of the rewards of each answer, [n].
         fields: Further fields of the micro-batches by name, fp32 [n, s] each.
-        figures: Metrics of the rollout by name.
+        metrics: Metrics of the rollout by name.
         rewards: Values of each reward by its name.
     """
 
@@ -74,7 +87,7 @@ class Rollout:
     rows: AnswerRows
     scores: Tensor
     fields: Mapping[str, Tensor]
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
@@ -91,12 +104,11 @@ class RolloutSource:
         """Yield the requested micro-batches with the fields of the current rollout."""
         assert self.rollout is not None
         batch_requests = list(requests)
-        for each, micro in zip(
-            batch_requests, self.rollout.rows.micro_batches(batch_requests, upcoming), strict=True
-        ):
-            own = torch.from_numpy(each.indices)
-            more: dict[str, Tensor] = {}
+        micro_batches = self.rollout.rows.micro_batches(batch_requests, upcoming)
+        for request, micro in zip(batch_requests, micro_batches, strict=True):
+            indices = torch.from_numpy(request.indices)
+            fields: dict[str, Tensor] = {}
             for name, values in self.rollout.fields.items():
-                more[name] = torch.zeros(each.micro_size, values.shape[1])
-                more[name][: len(own)] = values[own]
-            yield replace(micro, fields={**micro.fields, **more})
+                fields[name] = torch.zeros(request.micro_size, values.shape[1])
+                fields[name][: len(indices)] = values[indices]
+            yield replace(micro, fields={**micro.fields, **fields})

@@ -1,4 +1,4 @@
-"""What a policy wrote, for people to read: some answers of every rollout and evaluation, in samples.jsonl."""
+"""`samples.jsonl`: some answers of each rollout and evaluation, for people to read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,26 @@ from hpctrain.watch.metrics import cut_rows
 
 
 class SamplesFile:
-    """The file in a run's folder, of which `writes` this rank alone; lines of steps after `step`, which a run
-    that goes on makes anew, are forgotten, and those of steps that it went behind. In another folder than a
-    run's nothing is written.
+    """Appends answers to the samples file in the folder of a run. Nothing is written if there is no folder.
+
+    A run that resumes, or goes back after a spike, removes the rows of the steps that it repeats.
+
+    Attributes:
+        path: The file.
+        resume_step: Number of steps that were done when the run started. The first call of `write` removes
+            rows of later steps.
+        count: Number of answers of each rollout or evaluation that are written.
+        writes: True on the one rank that writes.
     """
 
-    def __init__(self, folder: Path, step: int, shown: int, writes: bool) -> None:
-        self.path, self.step, self.shown, self.writes = folder / SAMPLES_FILE, step, shown, writes
-        self._last: tuple[int, bool] | None = None
+    def __init__(self, folder: Path, resume_step: int, count: int, writes: bool) -> None:
+        self.path, self.resume_step, self.count, self.writes = (
+            folder / SAMPLES_FILE,
+            resume_step,
+            count,
+            writes,
+        )
+        self._last_written: tuple[int, bool] | None = None
 
     def write(
         self,
@@ -31,29 +43,41 @@ class SamplesFile:
         rewards: Mapping[str, Sequence[float]],
         tokenizer: Tokenizer,
     ) -> None:
-        """Add the first answers. InputOutputError where that cannot be."""
-        if not self.writes or not self.shown or not self.path.parent.is_dir():
+        """Append the first answers of a rollout or an evaluation. Local.
+
+        Args:
+            step: Step that learns from the rollout, or after which the policy is evaluated.
+            of: "rollout" or "evaluation".
+            answers: The answers.
+            rewards: Rewards of the answers, by name of the reward.
+            tokenizer: Tokenizer that decodes the prompts.
+
+        Raises:
+            InputOutputError: The file cannot be written.
+        """
+        if not self.writes or not self.count or not self.path.parent.is_dir():
             return
         lines = []
-        for index, answer in enumerate(answers[: self.shown]):
-            prompt = tokenizer.decode(answer.ids[: len(answer.ids) - answer.written])
+        for index, answer in enumerate(answers[: self.count]):
             row = {
                 "step": step,
                 "of": of,
-                "prompt": prompt,
+                "prompt": tokenizer.decode(answer.ids[: answer.prompt_length]),
                 "text": answer.text,
                 "rewards": {name: scores[index] for name, scores in rewards.items()},
-                "tokens": answer.written,
-                "ended": answer.why,
+                "tokens": answer.length,
+                "ended": answer.finish_reason,
             }
             lines.append(json.dumps(row) + "\n")
         with failing_as(f"{self.path}: cannot be written"):
-            place = step, of == "evaluation"  # which comes behind the step's rollout
-            kept = self.step if self._last is None else None
-            if self._last is not None and (place < self._last or place == self._last == (step, False)):
-                kept = step - 1
-            if kept is not None and self.path.exists():
-                cut_rows(self.path, kept)
-            self._last = place
+            place = step, of == "evaluation"  # an evaluation comes after the rollout of its step
+            last, last_valid_step = self._last_written, None
+            if last is None:
+                last_valid_step = self.resume_step
+            elif place < last or place == last == (step, False):
+                last_valid_step = step - 1
+            if last_valid_step is not None and self.path.exists():
+                cut_rows(self.path, last_valid_step)
+            self._last_written = place
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)

@@ -1,4 +1,4 @@
-"""Answers to prompts by a model that is trained meanwhile, on all ranks, each copy writing its share."""
+"""Writer of answers by a model that is being trained. Each replica of the model writes a share of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from hpctrain.post.rollout import Answer
 
 
 class NumberedPrompt(NamedTuple):
-    """A prompt: its number, which with the seed decides what is drawn, and its token ids."""
+    """Prompt of a rollout.
+
+    Attributes:
+        number: Number of the prompt. With the seed, it selects the random numbers.
+        ids: Its token ids.
+    """
 
     number: int
     ids: tuple[int, ...]
@@ -35,80 +40,101 @@ class NumberedPrompt(NamedTuple):
 
 @dataclass
 class AnswerWriter:
-    """Ranks that have a model to write with: `copies` of it, of which this rank's is number `copy`, each on
-    the ranks of its tensor axis. `ready` brings it up to date, and is what surrounds its passes. So many
-    `places` for texts its cache has at the most, and so many bytes (`cache`) it has had.
+    """Replicas of the policy that write answers. Each has the ranks of one tensor axis.
+
+    Attributes:
+        world: All ranks of the policy.
+        model: The model, or this rank's part of its layers.
+        tokenizer: Tokenizer of the model.
+        replicas: Number of replicas.
+        replica: Number of this rank's replica.
+        name: Title of the run, for messages.
+        generation_context: Returns the context of the forward passes. Entering it copies the current weights
+            of the policy to the replicas, if they do not share them.
+        max_texts: Largest number of texts that a replica writes at the same time.
+        max_cache_bytes: Largest size of the cache of keys and values so far.
     """
 
     world: World
-    part: Transformer
+    model: Transformer
     tokenizer: Tokenizer
-    copies: int
-    copy: int
+    replicas: int
+    replica: int
     name: str
-    ready: Callable[[], AbstractContextManager[object]] = nullcontext
-    places: int = MOST_CONCURRENT_TEXTS
-    cache: int = 0
+    generation_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    max_texts: int = MOST_CONCURRENT_TEXTS
+    max_cache_bytes: int = 0
 
     @cached_property
     def min_rows(self) -> int:
-        """Result of `min_invariant_rows`. Collective over a copy's ranks when it is first used."""
-        return min_invariant_rows(self.part)
+        """Result of `min_invariant_rows`. The first use is collective over the ranks of a replica."""
+        return min_invariant_rows(self.model)
 
     def write(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> list[Answer]:
-        """`sampling.samples` answers to each prompt, in their order, the same on all ranks. Collective.
+        """Return `sampling.samples` answers to each prompt, in the order of the prompts. Collective.
 
-        HpctrainError on all ranks where logits are not finite, or there is no memory for keys and values.
+        Raises:
+            HpctrainError: On all ranks if logits are not finite, or if there is not enough memory for the
+                keys and values of one text.
         """
         assert sampling.seed is not None
-        own, answers = prompts[self.copy :: self.copies], list[Answer]()
+        local_prompts, answers = prompts[self.replica :: self.replicas], list[Answer]()
         problem: HpctrainError | None = None
-        with self.ready():
-            passes = self._passes(prompts, sampling)
+        with self.generation_context():
+            passes = self._make_passes(prompts, sampling)
             try:
-                answers = self._write(passes, own, sampling)
+                answers = self._write_local(passes, local_prompts, sampling)
             except HpctrainError as error:
                 problem = error
         self.world.ledger.phase = "other"
         with self.world.agreement():
             if problem is not None:
                 raise problem
-        told = answers if self.part.layer_context.tensor.rank == 0 else []
-        every = [each for some in self.world.everyone.all_gather_object(told) for each in some]
-        found = {(each.number, each.sample): each for each in every}
-        return [found[each.number, sample] for each in prompts for sample in range(sampling.samples)]
+        sent = answers if self.model.layer_context.tensor.rank == 0 else []
+        received = [each for some in self.world.everyone.all_gather_object(sent) for each in some]
+        by_number = {(each.prompt_number, each.sample_number): each for each in received}
+        return [by_number[each.number, sample] for each in prompts for sample in range(sampling.samples)]
 
-    def _write(
+    def _write_local(
         self, passes: CachedPasses, prompts: Sequence[NumberedPrompt], sampling: Sampling
     ) -> list[Answer]:
-        name = f"{self.name}: the policy has diverged"
-        draw = KeyedSampler(sampling, self.tokenizer.vocabulary, name, self.part.layer_context.tensor)
-        growing: dict[GeneratedText, Continuation] = {}
+        where = f"{self.name}: the policy has diverged"
+        sampler = KeyedSampler(sampling, self.tokenizer.vocabulary, where, self.model.layer_context.tensor)
+        continuations: dict[GeneratedText, Continuation] = {}
         for each in prompts:
             for sample in range(sampling.samples):
                 text = GeneratedText(list(each.ids), sampling.tokens, each.number, sample)
-                growing[text] = Continuation(self.tokenizer, each.ids, sampling.stops)
-        for _ in continue_texts(passes, growing, draw, lambda text, token: growing[text].add(token)):
-            self.world.ledger.phase = "evaluation"  # a sign of life: a rollout may take longer than a hang
-        found = []
-        for text, written in growing.items():
-            ids, count = tuple(text.tokens), len(text.tokens) - text.prompt_length
-            numbers = text.prompt_number, text.sample_number
-            found.append(Answer(*numbers, ids, count, written.finish(), written.finish_reason))
-        return found
+                continuations[text] = Continuation(self.tokenizer, each.ids, sampling.stops)
+        for _ in continue_texts(
+            passes, continuations, sampler, lambda text, token: continuations[text].add(token)
+        ):
+            self.world.ledger.phase = "evaluation"  # tells the watchdog that ranks make progress
+        answers = []
+        for text, continuation in continuations.items():
+            answers.append(
+                Answer(
+                    text.prompt_number,
+                    text.sample_number,
+                    tuple(text.tokens),
+                    len(text.tokens) - text.prompt_length,
+                    continuation.finish(),
+                    continuation.finish_reason,
+                )
+            )
+        return answers
 
-    def _passes(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> CachedPasses:
-        """Those that all texts fit, of as many at a time as there is memory for. Collective."""
+    def _make_passes(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> CachedPasses:
+        """Return passes whose cache fits the longest text, for as many texts as memory allows. Collective."""
         longest = max(len(each.ids) for each in prompts) + sampling.tokens
-        shares = -(-len(prompts) // self.copies) * sampling.samples
+        text_count = -(-len(prompts) // self.replicas) * sampling.samples
         free_bytes = free_bytes_per_rank(self.world)
-        # The training pass over an answer rotates by the length of the sequences, and the answer has to be
-        # drawn from the same policy.
-        plan_of = partial(CachePlan.of, self.part, tokens=longest, as_in_training=True)
-        count = min(self.places, max(1, shares))
+        # Rotary frequencies can depend on the length of the sequence. Answers must be sampled with those of
+        # the training passes.
+        plan_of = partial(CachePlan.of, self.model, tokens=longest, as_in_training=True)
+        count = min(self.max_texts, max(1, text_count))
         count = fitting_slot_count(count, lambda count: plan_of(sequences=count).bytes, free_bytes)
         plan = plan_of(sequences=count)
         advice = "a smaller policy.tokens needs a smaller key and value cache"
         require_memory(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
-        self.cache = max(self.cache, plan.bytes)
-        return CachedPasses(self.part, plan, self.min_rows)
+        self.max_cache_bytes = max(self.max_cache_bytes, plan.bytes)
+        return CachedPasses(self.model, plan, self.min_rows)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -26,7 +25,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.stage_values import initialize
 from hpctrain.parallel.shards import Shard
 from hpctrain.post.policy_trainer import PolicyTrainer
-from hpctrain.post.rewards.reward_interface import Sample
+from hpctrain.post.rewards.reward_interface import Reward, Sample
 from hpctrain.post.rewards.rewards import Rewards
 from hpctrain.train.hook import Hook
 from hpctrain.train.layout_verification import NOISE_STD, _pieces
@@ -106,24 +105,14 @@ def policy_deck(folder: Path, name: str, *overrides: str) -> Deck:
     return parse_deck(DECK.format(folder=folder, name=name, stops=STOPS), overrides)
 
 
-class Judge:
+class Judge(Reward):
     """Judges by letters and by length, without any process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def check(self, others: Mapping[str, Any]) -> None:
-        """See Reward."""
-
-    def start(self) -> None:
-        """See Reward."""
-
-    def close(self) -> None:
-        """See Reward."""
-
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """See Reward."""
-        return [judged(self.name, each.completion, each.tokens) for each in samples]
+        return [judged(self.name, each.completion, each.token_count) for each in samples]
 
 
 def judged(name: str, text: str, tokens: int) -> float:
@@ -148,8 +137,8 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     trainer = PolicyTrainer(TrainerParts(deck, engine, corpus, None, lambda: None, seat))
     for name, each in engines(trainer).items():
         initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], NOISE_STD)
-    assert trainer.experience is not None
-    trainer.experience.rewards = Rewards([(Judge(name), weight) for name, weight in REWARDS.items()])
+    assert trainer.rollout_builder is not None
+    trainer.rollout_builder.rewards = Rewards([(Judge(name), weight) for name, weight in REWARDS.items()])
     return trainer
 
 
@@ -165,7 +154,7 @@ def first_engine(world: World, deck: Deck) -> Engine:
 
 def engines(trainer: PolicyTrainer) -> dict[str, Engine]:
     """Those that this rank has of those that are trained, by name."""
-    own = {} if trainer.seat.idle else {"policy": trainer.engine}
+    own = {} if trainer.placement.idle else {"policy": trainer.engine}
     return {**own, **trainer.engine.auxiliary_engines}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.post.advantages import generalized_advantages, group_advantages, whitened
+from hpctrain.post.advantages import generalized_advantages, group_advantages, whiten
 
 ANSWERED = torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0]], dtype=torch.bool)
 
@@ -33,13 +33,13 @@ def test_generalized_advantages_are_sums_of_later_errors(gamma: float, gae_lambd
 def test_whitened() -> None:
     generator = torch.Generator().manual_seed(5)
     given = 3 + 2 * torch.randn(ANSWERED.shape, generator=generator, dtype=torch.float64)
-    found = whitened(given, ANSWERED)
+    found = whiten(given, ANSWERED)
     assert float(found[ANSWERED].mean()) == pytest.approx(0, abs=1e-12)
     assert float(found[ANSWERED].std()) == pytest.approx(1, rel=1e-5)
     assert not found[~ANSWERED].any()
     alone = torch.zeros_like(ANSWERED)
     alone[0, 0] = True
-    assert torch.equal(whitened(given, alone), given * alone)
+    assert torch.equal(whiten(given, alone), given * alone)
 
 
 def test_groups() -> None:

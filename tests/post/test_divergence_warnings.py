@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.post.divergence_warnings import STEPS, DivergenceWarnings
+from hpctrain.post.divergence_warnings import WINDOW, DivergenceWarnings
 from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.train.hook import StepDone
 from hpctrain.train.run import run_deck
@@ -61,49 +61,49 @@ SIGNS = {
 def test_a_sign_is_told_and_told_again_ever_more_rarely(watched: Watched, name: str) -> None:
     figures, begins = SIGNS[name]
     assert watched() == []
-    told = [step for step in range(10 * STEPS) if watched(**figures)]
-    assert told == [0, STEPS, 2 * STEPS, 4 * STEPS, 8 * STEPS]
+    told = [step for step in range(10 * WINDOW) if watched(**figures)]
+    assert told == [0, WINDOW, 2 * WINDOW, 4 * WINDOW, 8 * WINDOW]
     # It is gone for a while, as in the first step of every rollout, and then it is gone.
-    assert all(watched(**(figures if step % 3 else {})) == [] for step in range(3 * STEPS))
-    assert all(watched() == [] for _ in range(STEPS + 1))
+    assert all(watched(**(figures if step % 3 else {})) == [] for step in range(3 * WINDOW))
+    assert all(watched() == [] for _ in range(WINDOW + 1))
     (sentence,) = watched(**figures)
     assert sentence.startswith(f"step {watched.step}: {begins}")
 
 
 def test_what_is_usual_is_no_sign(watched: Watched) -> None:
     """A reward that rises to what all answers have, or that wavers by less than answers do, either."""
-    for step in range(5 * STEPS):
-        share = step / (5 * STEPS)
+    for step in range(5 * WINDOW):
+        share = step / (5 * WINDOW)
         wavers = 0.1 * (-1) ** step
         figures = {"reward": share + wavers * (1 - share), "reward_deviation": 0.5 * (1 - share)}
         assert watched(**figures, skipped=step % 3 == 0, moved=0.1 * share, kl=share) == []
-    for step in range(5 * STEPS):
+    for step in range(5 * WINDOW):
         assert watched(reward=1 - 0.01 * (step % 2), reward_deviation=0.07 * (step % 2)) == []
 
 
 def test_rewards_that_tell_nothing(watched: Watched) -> None:
-    told = [watched(reward=0.0, reward_deviation=0.0) for _ in range(STEPS)]
-    assert told[:-1] == [[]] * (STEPS - 1)
+    told = [watched(reward=0.0, reward_deviation=0.0) for _ in range(WINDOW)]
+    assert told[:-1] == [[]] * (WINDOW - 1)
     (sentence,) = told[-1]
     assert sentence.startswith(
-        f"step {STEPS}: all answers of {STEPS} steps have the reward 0, so there is nothing"
+        f"step {WINDOW}: all answers of {WINDOW} steps have the reward 0, so there is nothing"
     )
     assert watched(reward=0.1, reward_deviation=0.2) == []
 
 
 def test_a_reward_that_has_fallen(watched: Watched) -> None:
-    assert all(watched(reward=0.9, reward_deviation=0.3) == [] for _ in range(STEPS + 3))
-    sentences = [sentence for _ in range(STEPS) for sentence in watched(reward=0.2, reward_deviation=0.4)]
+    assert all(watched(reward=0.9, reward_deviation=0.3) == [] for _ in range(WINDOW + 3))
+    sentences = [sentence for _ in range(WINDOW) for sentence in watched(reward=0.2, reward_deviation=0.4)]
     assert len(sentences) == 1
-    assert f"the mean reward of {STEPS} steps has fallen to 0.515" in sentences[0]
-    assert f", from 0.9 at step {STEPS + 3}: " in sentences[0]
+    assert f"the mean reward of {WINDOW} steps has fallen to 0.515" in sentences[0]
+    assert f", from 0.9 at step {WINDOW + 3}: " in sentences[0]
 
 
 def test_updates_that_are_skipped(watched: Watched) -> None:
-    assert all(watched(skipped=True) == [] for _ in range(STEPS - 1))
+    assert all(watched(skipped=True) == [] for _ in range(WINDOW - 1))
     (sentence,) = watched(skipped=True)
     assert sentence.startswith(
-        f"step {STEPS}: the policy has not been updated for {STEPS} steps: try a lower "
+        f"step {WINDOW}: the policy has not been updated for {WINDOW} steps: try a lower "
     )
 
 

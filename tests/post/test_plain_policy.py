@@ -2,8 +2,8 @@
 papers (arXiv 1707.06347, 1506.02438, 2402.03300; the divergence in the reward: arXiv 2203.02155): what a
 rollout is worth, and all steps on it, of policy and critic, on any layout.
 
-Tests of post/policy_trainer.py, post/experience.py, post/critic_loss.py and objective/policy.py by the steps
-of a run.
+Tests of post/policy_trainer.py, post/rollout_builder.py, post/critic_loss.py and objective/policy.py by the
+steps of a run.
 """
 
 from __future__ import annotations
@@ -131,18 +131,18 @@ class Known:
 
     @property
     def prompt(self) -> int:
-        return len(self.answer.ids) - self.answer.written
+        return len(self.answer.ids) - self.answer.length
 
 
 def of_tokens(model: nn.Module, answer: Answer) -> Tensor:
     """What the model gives where a token of the answer is to be predicted."""
     given = model(torch.tensor([answer.ids[:-1]]))[0]
-    return given[len(answer.ids) - answer.written - 1 :]
+    return given[len(answer.ids) - answer.length - 1 :]
 
 
 def log_probabilities(deck: Deck, model: nn.Module, answer: Answer) -> Tensor:
     """Of the answer's tokens, one after another."""
-    written = torch.tensor(answer.ids[len(answer.ids) - answer.written :])
+    written = torch.tensor(answer.ids[len(answer.ids) - answer.length :])
     logits = of_tokens(model, answer)[:, :TOKENS] / deck.policy.temperature
     return torch.log(torch.softmax(logits, -1))[torch.arange(len(written)), written]
 
@@ -163,9 +163,7 @@ def look(
     known = []
     with torch.no_grad():
         for answer in answers:
-            score = sum(
-                weight * judged(name, answer.text, answer.written) for name, weight in REWARDS.items()
-            )
+            score = sum(weight * judged(name, answer.text, answer.length) for name, weight in REWARDS.items())
             old, other = (log_probabilities(deck, each, answer).tolist() for each in (policy, reference))
             values = [] if critic is None else of_tokens(critic, answer)[:, 0].tolist()
             known.append(Known(answer, score, old, other, values))
@@ -179,12 +177,12 @@ def look(
 def grouped(deck: Deck, known: Sequence[Known]) -> None:
     """Each answer's score beside those of the same prompt (GRPO)."""
     for each in known:
-        scores = [other.score for other in known if other.answer.number == each.answer.number]
+        scores = [other.score for other in known if other.answer.prompt_number == each.answer.prompt_number]
         assert len(scores) == deck.policy.samples
         advantage = each.score - float(np.mean(scores))
         if deck.policy.scale:
             advantage /= float(np.std(scores, ddof=1)) + 1e-6
-        each.advantages = [advantage] * each.answer.written
+        each.advantages = [advantage] * each.answer.length
 
 
 def ahead(deck: Deck, known: Sequence[Known]) -> None:
@@ -289,8 +287,8 @@ def expected(world: World, deck: Deck) -> Expected:
     """By plain torch, of answers that a run on one rank writes, which makes no step."""
     deck = on_one_rank(deck).with_keys(machine={"compile": False})
     trainer = policy_trainer(world.single_rank_world(), deck)
-    assert trainer.experience is not None
-    answers = trainer.experience.gather(0).answers
+    assert trainer.rollout_builder is not None
+    answers = trainer.rollout_builder.build(0).answers
     models = {name: plain(each) for name, each in engines(trainer).items()}
     reference = plain(first_engine(world.single_rank_world(), trainer.deck))[0]
     rates = {"policy": RATE, CRITIC: 2 * RATE if deck.policy.critic else RATE}
@@ -394,8 +392,8 @@ def test_models_have_ranks_of_their_own(world: World, folder: Path) -> None:
     right = by_rank_0(world, lambda: expected(world, policy_deck(folder, "alone", *CASES["ppo"])))
     for name, keys in DIVIDED[world.size].items():
         trainer = policy_trainer(world, policy_deck(folder, name, *CASES["ppo"], *keys))
-        assert trainer.seat.idle == (world.rank in trainer.seat.partition.other_ranks)
-        assert bool(trainer.engine.stage.buckets) != trainer.seat.idle
+        assert trainer.placement.idle == (world.rank in trainer.placement.partition.other_ranks)
+        assert bool(trainer.engine.stage.buckets) != trainer.placement.idle
         assert_alike(trainer, right, name)
         trainer.engine.close()
 
@@ -434,7 +432,7 @@ def assert_alike(trainer: PolicyTrainer, right: Expected, layout: str) -> None:
 
 def assert_rollout(trainer: PolicyTrainer, right: Expected, layout: str) -> None:
     """The same answers, and the same is known of them."""
-    rollout = trainer.answers.rollout
+    rollout = trainer.rollouts.rollout
     assert rollout is not None
     assert [each.ids for each in rollout.answers] == right.answers, layout
     assert rollout.fields.keys() == right.fields.keys()

@@ -1,6 +1,6 @@
 """Whole runs of policies: what they learn, going on, layouts, rewards that fail, what they write for people.
 
-Tests of post/policy_trainer.py, post/experience.py, post/rollout.py, post/writer.py,
+Tests of post/policy_trainer.py, post/rollout_builder.py, post/rollout.py, post/writer.py,
 post/policy_reference.py, post/reward_model.py and post/samples_file.py.
 """
 

@@ -23,7 +23,7 @@ from hpctrain.errors import HpctrainError, UserCodeError
 from hpctrain.host import child_process
 from hpctrain.post.rewards.process_rewards import RegularExpression, UserReward
 from hpctrain.post.rewards.reward_interface import ExactMatch, Reward, Sample
-from hpctrain.post.rewards.rewards import Rewards, agreed_scores, open_rewards, parse_reward
+from hpctrain.post.rewards.rewards import Rewards, open_rewards, parse_reward, score_on_all_ranks
 
 JUDGES = Path(__file__).with_name("judges.py")
 
@@ -77,14 +77,14 @@ def test_what_a_function_forks_can_be_ended() -> None:
 
 def test_batches_are_shared_by_processes_in_order() -> None:
     texts = ["x" * (n % 7) for n in range(101)]
-    reward = UserReward(NamedCode(f"{JUDGES}:length"), processes=3, together=4)
+    reward = UserReward(NamedCode(f"{JUDGES}:length"), processes=3, samples_per_call=4)
     assert reward.scores([]) == []
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     assert reward.scores(samples_of(texts[:1])) == [0]
     reward.close()
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     reward.close()
-    processes = UserReward(NamedCode(f"{JUDGES}:process"), processes=2, together=1)
+    processes = UserReward(NamedCode(f"{JUDGES}:process"), processes=2, samples_per_call=1)
     known = {*processes.scores(samples_of(texts))} - {os.getpid()}
     assert len(known) == 2 and known == {*processes.scores(samples_of(texts))}
     processes.close()
@@ -244,7 +244,7 @@ def test_weighted_sums() -> None:
     scores = rewards.scores(samples_of(["aa", "b", "ccc"], answer="aa", other="b"))
     assert scores.parts == {"length": [2, 1, 3], "exact_match": [1, 0, 0], "exact_match_2": [0, 1, 0]}
     assert scores.totals == [2.0, -0.5, 1.5]
-    assert scores.figures() == pytest.approx(
+    assert scores.mean_rewards() == pytest.approx(
         {"reward": 1, "reward_length": 2, "reward_exact_match": 1 / 3, "reward_exact_match_2": 1 / 3}
     )
     rewards.close()
@@ -258,7 +258,7 @@ def test_names_that_others_have_get_a_number() -> None:
     """As those of reward models, and of the deviation of all rewards, which figures are called by."""
     names = [f"{JUDGES}:{name}" for name in ("length", "model", "deviation")]
     rewards = open_rewards(
-        {NamedCode(name): 1.0 for name in names}, "post.rewards", taken=["model", "model_2"]
+        {NamedCode(name): 1.0 for name in names}, "post.rewards", reserved_names=["model", "model_2"]
     )
     assert rewards.names == ["length", "model_3", "deviation_2"]
 
@@ -334,7 +334,7 @@ def test_processes_end_with_a_killed_rank(
     monkeypatch.setenv("CHILD", str(child))
     code = (
         "import sys; from hpctrain.post.rewards.process_rewards import *; "
-        f"r = UserReward(NamedCode({f'{JUDGES}:{function}'!r}), processes=2, together=1); r.start(); "
+        f"r = UserReward(NamedCode({f'{JUDGES}:{function}'!r}), processes=2, samples_per_call=1); r.start(); "
         "r._processes.start(2); print(*[p.process.pid for p in r._processes._processes], flush=True); "
         "r.scores([Sample('', 'bad')] * 2)"
     )
@@ -354,21 +354,21 @@ def test_processes_end_with_a_killed_rank(
 def test_ranks_judge_shares_and_agree(world: World) -> None:
     texts = ["x" * (n % 5) for n in range(11)]
     rewards = Rewards([(UserReward(NamedCode(f"{JUDGES}:length")), 1.0), (ExactMatch(), 10.0)])
-    scores = agreed_scores(world, rewards, samples_of(texts, answer="xx"))
+    scores = score_on_all_ranks(world, rewards, samples_of(texts, answer="xx"))
     alone = [float(len(text)) + 10 * (text == "xx") for text in texts]
     assert scores.totals == alone and scores.parts["length"] == [*map(len, texts)]
     beats = world.ledger.calls.signs_of_life
-    assert agreed_scores(world, rewards, samples_of(texts, answer="xx"), at_once=2).totals == alone
+    assert score_on_all_ranks(world, rewards, samples_of(texts, answer="xx"), at_once=2).totals == alone
     # A sign of life for each two of the share and each reward, however long they take.
     assert world.ledger.calls.signs_of_life - beats > 2 * (len(texts) // world.size // 2)
-    assert agreed_scores(world, rewards, samples_of(["xx"], answer="xx")).totals == [12.0]
-    assert agreed_scores(world, rewards, []).totals == []
+    assert score_on_all_ranks(world, rewards, samples_of(["xx"], answer="xx")).totals == [12.0]
+    assert score_on_all_ranks(world, rewards, []).totals == []
     rewards.close()
     bad = Rewards([(UserReward(NamedCode(f"{JUDGES}:nan")), 1.0)])
     for place in (0, 10):
         texts = ["good"] * place + ["bad"] + ["good"] * (10 - place)
         with pytest.raises(HpctrainError) as raised:
-            agreed_scores(world, bad, samples_of(texts))
+            score_on_all_ranks(world, bad, samples_of(texts))
         numbers = f"sample {place % 4 + 1} of prompt {place // 4} "
         assert len(raised.value.problems) == 1 and f"returns NaN, called with {numbers}" in str(raised.value)
     bad.close()

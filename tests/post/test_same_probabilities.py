@@ -1,7 +1,7 @@
 """What answers are drawn by is what they are trained by: log-probabilities of their tokens, made of the very
 logits that a draw saw with a cache, beside those that training begins from, to the bit.
 
-Tests of post/writer.py and post/experience.py, with generate/cached_passes.py,
+Tests of post/writer.py and post/rollout_builder.py, with generate/cached_passes.py,
 objective/log_probabilities.py and objective/token_sampling.py.
 """
 
@@ -86,15 +86,17 @@ def both(trainer: PolicyTrainer, drawn: Drawn) -> tuple[Tensor, Tensor]:
 
     The former are the logarithms of the chances that they had, but for rounding.
     """
-    assert trainer.experience is not None
-    rollout = trainer.answers.rollout
+    assert trainer.rollout_builder is not None
+    rollout = trainer.rollouts.rollout
     assert rollout is not None
-    (head,) = (each for each in trainer.experience.writer.part.modules() if isinstance(each, VocabularyHead))
+    (head,) = (
+        each for each in trainer.rollout_builder.writer.model.modules() if isinstance(each, VocabularyHead)
+    )
     logits, tokens, old, chances = [], [], [], []
     for row, answer in enumerate(rollout.answers):
-        for place in range(len(answer.ids) - answer.written, len(answer.ids)):
-            if (answer.number, answer.sample, place) in drawn:
-                of_token, had = drawn[answer.number, answer.sample, place]
+        for place in range(len(answer.ids) - answer.length, len(answer.ids)):
+            if (answer.prompt_number, answer.sample_number, place) in drawn:
+                of_token, had = drawn[answer.prompt_number, answer.sample_number, place]
                 logits.append(of_token)
                 chances.append(had[answer.ids[place]])
                 tokens.append(answer.ids[place])
@@ -117,9 +119,10 @@ def test_the_same_bits_on_the_same_layout(
     for name, layout in EXACT[world.size].items():
         trainer = policy_trainer(world, policy_deck(folder, name, *KEYS, *family, *compiled, *layout))
         assert trainer.engine.stage.layer_context.functions.compiled
-        assert trainer.experience is not None
+        assert trainer.rollout_builder is not None
         if name in {"short", "tensor"}:
-            trainer.experience.writer.places = 2  # passes have fewer rows than products of many begin with
+            # Passes have fewer rows than products of many begin with.
+            trainer.rollout_builder.writer.max_texts = 2
         drawn.clear()
         result = trainer.train_step()
         by_draws, trained = both(trainer, drawn)

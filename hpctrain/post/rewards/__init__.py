@@ -1,1 +1,1 @@
-"""What completions of prompts are worth: by what is right, a pattern, or a function of the user's own."""
+"""Rewards of completions: comparison with an answer, a regular expression, or a function of the user."""

@@ -1,5 +1,6 @@
-"""Rewards that processes compute, since what they do may fail, hang or end a process: a function of the
-user's own, and a regular expression.
+"""Rewards that are computed in child processes: functions of the user, and regular expressions.
+
+A child process can fail, hang or crash without its rank.
 """
 
 from __future__ import annotations
@@ -13,103 +14,125 @@ from typing_extensions import override
 
 from hpctrain.deck.code import NamedCode
 from hpctrain.errors import UserCodeError
-from hpctrain.post.rewards.reward_interface import Sample, answers_of, quoted
-from hpctrain.post.rewards.reward_worker import GIVEN
-from hpctrain.post.rewards.worker_processes import FailedError, Processes
+from hpctrain.post.rewards.reward_interface import Reward, Sample, accepted_answers, quoted
+from hpctrain.post.rewards.reward_worker import RESERVED_ARGUMENTS
+from hpctrain.post.rewards.worker_processes import BatchFailedError, WorkerProcesses
 from hpctrain.text import either
 from hpctrain.units import format_seconds
 
-TOGETHER = 16
-"""Samples that are judged by one call, at the most."""
+SAMPLES_PER_CALL = 16
+"""Largest number of samples that one call of a reward function receives."""
 
 
-class ProcessReward:
-    """What several processes judge by `work`, each call within `seconds`. See Reward."""
+class ProcessReward(Reward):
+    """Reward that child processes compute.
+
+    Args:
+        name: Name of the reward in metrics.
+        title: Name of the reward at the beginning of messages.
+        work: First request to a process, see `reward_worker`.
+        seconds: Time limit of each call.
+        processes: Number of processes.
+        samples_per_call: Largest number of samples of a call.
+    """
 
     def __init__(
-        self, name: str, title: str, work: Mapping[str, Any], seconds: float, processes: int, together: int
+        self,
+        name: str,
+        title: str,
+        work: Mapping[str, Any],
+        seconds: float,
+        processes: int,
+        samples_per_call: int,
     ) -> None:
-        assert seconds > 0 and processes > 0 and together > 0
-        self.name, self.title, self.seconds, self.together = name, title, seconds, together
-        self._processes = Processes(title, work, processes, seconds)
+        assert seconds > 0 and processes > 0 and samples_per_call > 0
+        self.name, self.title, self.seconds, self.samples_per_call = name, title, seconds, samples_per_call
+        self._processes = WorkerProcesses(title, work, processes, seconds)
 
-    def check(self, others: Mapping[str, Any]) -> None:
-        """Check that a prompt's row has the fields that this reward needs."""
-
+    @override
     def start(self) -> None:
-        """Start the reward, for example its processes."""
         self._processes.start()
 
+    @override
     def close(self) -> None:
-        """End what `start` has started. A later call of `scores` starts it again."""
         self._processes.close()
 
+    @override
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """Return a finite number for each sample."""
         for sample in samples:
             try:
-                self.check(sample.others)
+                self.check(sample.other_keys)
             except ValueError as error:
                 row = f"the row of prompt {sample.prompt_number} ({quoted(sample.prompt)})"
                 raise UserCodeError(f"{self.title}: {row} {error}") from None
-        names = [*dict.fromkeys(name for sample in samples for name in sample.others)]
-        size = max(1, min(self.together, -(-len(samples) // self._processes.count)))
+        names = [*dict.fromkeys(name for sample in samples for name in sample.other_keys)]
+        size = max(1, min(self.samples_per_call, -(-len(samples) // self._processes.count)))
         batches = [samples[first : first + size] for first in range(0, len(samples), size)]
         try:
-            found = self._processes.judged([_columns(batch, names) for batch in batches])
-        except FailedError as failed:
-            raise UserCodeError(self._sentence(failed, batches[failed.batch], names)) from None
-        return [score for batch in found for score in batch]
+            of_batches = self._processes.score_batches([_columns(batch, names) for batch in batches])
+        except BatchFailedError as failed:
+            raise UserCodeError(self._describe_failure(failed, batches[failed.batch], names)) from None
+        return [score for scores in of_batches for score in scores]
 
-    def _sentence(self, failed: FailedError, batch: Sequence[Sample], names: Sequence[str]) -> str:
-        """What is wrong, and with which sample: the first one that fails when it is judged alone."""
+    def _describe_failure(
+        self, failed: BatchFailedError, batch: Sequence[Sample], names: Sequence[str]
+    ) -> str:
+        """Return the problem with a batch, and the first sample that also fails in a call of its own."""
         if failed.index is not None or len(batch) == 1:
-            return f"{self.title} {failed.problem}, called with {batch[failed.index or 0].told}"
+            return f"{self.title} {failed.problem}, called with {batch[failed.index or 0].description}"
         self.start()
-        began = time.monotonic()
-        at_once = f"{self.title} {failed.problem}, called with {batch[0]} to {batch[-1].told} at once"
+        started = time.monotonic()
+        at_once = f"{self.title} {failed.problem}, called with {batch[0]} to {batch[-1].description} at once"
         try:
             for number, sample in enumerate(batch):
-                took = time.monotonic() - began
+                took = time.monotonic() - started
                 if took > self.seconds:
                     first = f"the first {number} of {len(batch)} one by one took {format_seconds(took)}"
                     return f"{at_once} ({first})"
                 try:
-                    self._processes.judged([_columns([sample], names)])
-                except FailedError as alone:
-                    return f"{self.title} {alone.problem}, called with {sample.told}"
+                    self._processes.score_batches([_columns([sample], names)])
+                except BatchFailedError as alone:
+                    return f"{self.title} {alone.problem}, called with {sample.description}"
         finally:
             self.close()
         return f"{at_once}, but not with any of these {len(batch)} alone"
 
 
 class UserReward(ProcessReward):
-    """Scores that a user's function gives for prompts, completions and what rows have by name.
+    """Scores that a user's function returns for prompts, completions and other keys of rows.
 
-    The processes that call it get its name; `UntrustedCodeError` if it may not be called.
+    Raises:
+        UntrustedCodeError: The function may not be called.
     """
 
     def __init__(
-        self, code: NamedCode, seconds: float = 30.0, processes: int = 1, together: int = TOGETHER
+        self,
+        code: NamedCode,
+        seconds: float = 30.0,
+        processes: int = 1,
+        samples_per_call: int = SAMPLES_PER_CALL,
     ) -> None:
         code.require_trusted()
         name = code.target.rpartition(":")[2]
-        super().__init__(name, code.title, {"target": code.target}, seconds, processes, together)
+        super().__init__(name, code.title, {"target": code.target}, seconds, processes, samples_per_call)
 
     @override
-    def check(self, others: Mapping[str, Any]) -> None:
-        if taken := next((name for name in GIVEN if name in others), None):
+    def check(self, other_keys: Mapping[str, Any]) -> None:
+        if conflict := next((name for name in RESERVED_ARGUMENTS if name in other_keys), None):
             raise ValueError(
-                f'has "{taken}", which conflicts with an argument of reward functions '
-                f"({either(GIVEN)}: give it another name)"
+                f'has "{conflict}", which conflicts with an argument of reward functions '
+                f"({either(RESERVED_ARGUMENTS)}: give it another name)"
             )
 
 
 class RegularExpression(ProcessReward):
-    """1 where the pattern is found in the completion, else 0; where it has a group, what the first one holds
-    has to be the answer that the row has under `key`, if it has one.
+    """Reward that is 1 if a pattern is found in the completion, else 0.
 
-    It is computed in a process as there are patterns and texts of which Python's `re` never ends.
+    If the pattern has a group and the row has an answer, the text of the first group must be that answer.
+    Python's `re` takes forever for some patterns and texts, so a process computes it.
+
+    Attributes:
+        key: Field of the row that has the answer, or a list of accepted answers.
     """
 
     def __init__(
@@ -118,23 +141,23 @@ class RegularExpression(ProcessReward):
         key: str = "answer",
         seconds: float = 30.0,
         processes: int = 1,
-        together: int = TOGETHER,
+        samples_per_call: int = SAMPLES_PER_CALL,
     ) -> None:
-        self.key, self._compares = key, bool(re.compile(pattern).groups)
+        self.key, self._has_group = key, bool(re.compile(pattern).groups)
         work, name = {"pattern": pattern, "key": key}, "regular_expression"
-        super().__init__(name, "regular-expression", work, seconds, processes, together)
+        super().__init__(name, "regular-expression", work, seconds, processes, samples_per_call)
 
     @override
-    def check(self, others: Mapping[str, Any]) -> None:
-        if self._compares and self.key in others:
-            answers_of(others, self.key)
+    def check(self, other_keys: Mapping[str, Any]) -> None:
+        if self._has_group and self.key in other_keys:
+            accepted_answers(other_keys, self.key)
 
 
 def _columns(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, list[Any]]:
-    """What a function is given of samples, a list by name; None where a row lacks what others have."""
-    columns: dict[str, list[Any]] = {name: [each.others.get(name) for each in samples] for name in names}
+    """Return the keyword arguments of a reward function: lists that have None if a row lacks a field."""
+    columns: dict[str, list[Any]] = {name: [each.other_keys.get(name) for each in samples] for name in names}
     return columns | {
         "prompts": [each.prompt for each in samples],
         "completions": [each.completion for each in samples],
-        "tokens": [each.tokens for each in samples],
+        "tokens": [each.token_count for each in samples],
     }

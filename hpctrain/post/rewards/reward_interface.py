@@ -1,11 +1,14 @@
-"""A sample, what judges samples, and the plainest judge: whether the answer is what the row says."""
+"""Interface of rewards, the samples that they score, and the reward `exact-match`."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from hpctrain.deck.sources import clipped
 from hpctrain.errors import HpctrainError
@@ -14,32 +17,43 @@ from hpctrain.text import kind_of
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion of a prompt; the row of the prompt has `others`. Errors call it by its numbers."""
+    """Completion of a prompt.
+
+    Attributes:
+        prompt: Text of the prompt.
+        completion: Text of the completion.
+        other_keys: Other keys of the prompt's row, such as "answer".
+        prompt_number: Number of the prompt, for messages.
+        sample_number: Number of this sample among those of the prompt, for messages.
+        token_count: Number of tokens of the completion.
+    """
 
     prompt: str
     completion: str
-    others: Mapping[str, Any] = field(default_factory=dict)
+    other_keys: Mapping[str, Any] = field(default_factory=dict)
     prompt_number: int = 0
     sample_number: int = 0
-    tokens: int = 0
-    """Of the completion."""
+    token_count: int = 0
 
     def __str__(self) -> str:
         return f"sample {self.sample_number} of prompt {self.prompt_number}"
 
     @property
-    def told(self) -> str:
-        """Its numbers and texts, clipped, for a sentence."""
+    def description(self) -> str:
+        """Numbers and shortened texts of the sample, for messages."""
         return f"{self} (prompt {quoted(self.prompt)}, completion {quoted(self.completion)})"
 
 
-class Reward(Protocol):
-    """Function that rates samples independently of each other. Higher numbers are better."""
+class Reward(ABC):
+    """Function that rates samples independently of each other. Higher numbers are better.
+
+    Attributes:
+        name: Name of the reward in metrics.
+    """
 
     name: str
-    """By which figures call it."""
 
-    def check(self, others: Mapping[str, Any]) -> None:
+    def check(self, other_keys: Mapping[str, Any]) -> None:  # noqa: B027 - optional
         """Check that a prompt's row has the fields that this reward needs.
 
         Raises:
@@ -47,13 +61,14 @@ class Reward(Protocol):
                 row".
         """
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027 - optional
         """Start the reward, for example its processes.
 
         Raises:
             HpctrainError: The reward cannot start.
         """
 
+    @abstractmethod
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         """Return a finite number for each sample.
 
@@ -61,55 +76,59 @@ class Reward(Protocol):
             HpctrainError: There is no number for a sample. The message names the sample.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """End what `start` has started. A later call of `scores` starts it again."""
 
 
-class ExactMatch:
-    """1 where the completion is the answer, or one of the answers, that the row has under `key`, else 0."""
+class ExactMatch(Reward):
+    """Reward that is 1 if the completion equals an answer in the prompt's row, else 0.
+
+    Attributes:
+        key: Field of the row that has the answer, or a list of accepted answers.
+    """
 
     name = "exact_match"
 
     def __init__(self, key: str = "answer") -> None:
         self.key = key
 
-    def check(self, others: Mapping[str, Any]) -> None:
-        """Check that a prompt's row has the fields that this reward needs."""
-        if self.key not in others:
-            near = ", ".join(map(quoted, list(others)[:8])) or "only its prompt"
-            raise ValueError(f"has no {quoted(self.key)}, which exact-match requires (it has {near})")
-        answers_of(others, self.key)
+    @override
+    def check(self, other_keys: Mapping[str, Any]) -> None:
+        if self.key not in other_keys:
+            names = ", ".join(map(quoted, list(other_keys)[:8])) or "only its prompt"
+            raise ValueError(f"has no {quoted(self.key)}, which exact-match requires (it has {names})")
+        accepted_answers(other_keys, self.key)
 
-    def start(self) -> None:
-        """Start the reward, for example its processes."""
-
+    @override
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """Return a finite number for each sample."""
         return [self._score(sample) for sample in samples]
-
-    def close(self) -> None:
-        """End what `start` has started. A later call of `scores` starts it again."""
 
     def _score(self, sample: Sample) -> float:
         try:
-            self.check(sample.others)
+            self.check(sample.other_keys)
         except ValueError as error:
             number, prompt = sample.prompt_number, quoted(sample.prompt)
             raise HpctrainError(f"exact-match: the row of prompt {number} ({prompt}) {error}") from None
-        return float(is_exact_match(sample.completion, answers_of(sample.others, self.key)))
+        return float(is_exact_match(sample.completion, accepted_answers(sample.other_keys, self.key)))
 
 
 def is_exact_match(text: str, answers: Sequence[str]) -> bool:
-    """Whether a text is one of the answers, but for blanks around both."""
+    """Return True if a text equals one of the answers, without white space at both ends."""
     return text.strip() in {answer.strip() for answer in answers}
 
 
-def answers_of(others: Mapping[str, Any], key: str) -> list[str]:
-    """The texts, any of which will do, that a row has under `key`; ValueError where that is something else,
-    or is empty.
+def accepted_answers(other_keys: Mapping[str, Any], key: str) -> list[str]:
+    """Return the accepted answers in a prompt's row.
+
+    Args:
+        other_keys: Fields of the row.
+        key: Field that has the answer, or a list of them.
+
+    Raises:
+        ValueError: The field has something else, or an empty answer. The message continues "the row".
     """
-    given = others[key]
-    answers = given if isinstance(given, list) else [given]
+    value = other_keys[key]
+    answers = value if isinstance(value, list) else [value]
     wrong = [answer for answer in answers if not isinstance(answer, str)]
     if wrong:
         raise ValueError(f"has {kind_of(wrong[0])} as its {quoted(key)} (expected a text or a list of texts)")
@@ -119,5 +138,5 @@ def answers_of(others: Mapping[str, Any], key: str) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """A text of others within a sentence: clipped, and on one line."""
+    """Return a text of unknown origin in quotes, shortened and on one line, for messages."""
     return json.dumps(clipped(text), ensure_ascii=False)

@@ -1,7 +1,8 @@
-"""A process that judges completions for a rank, with which it ends. It is no rank.
+"""Program of the child processes that score completions for a rank (`worker_processes.py`).
 
-The first request says what to judge by, and its answer whether that is possible; further requests have texts
-of samples, and their answers scores, or a problem, in words that go on from the reward's title.
+The first request is {"pattern": ..., "key": ...} or {"target": ...}. Its answer is {}, or {"problem": ...} if
+this reward cannot be used. Each further request has keyword arguments of the reward function. Its answer is
+{"scores": [...]}, or {"problem": ..., "index": ...} with a sentence that begins with the reward's title.
 """
 
 from __future__ import annotations
@@ -23,162 +24,199 @@ from hpctrain.deck.sources import clipped
 from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.host.child_process import Answer, answer_requests
-from hpctrain.post.rewards.reward_interface import answers_of, is_exact_match
+from hpctrain.post.rewards.reward_interface import accepted_answers, is_exact_match
 from hpctrain.text import counted, either, kind_of
 
-LARGEST = 1e30
-"""Of a score: squares of what is larger are no number in single precision."""
+MAX_SCORE = 1e30
+"""Largest magnitude of a score, so that sums of scores stay finite in single precision."""
 
-GIVEN = ("prompts", "completions", "tokens")
-"""What a function is given by name, besides what rows have."""
+RESERVED_ARGUMENTS = ("prompts", "completions", "tokens")
+"""Keyword arguments of a reward function that are not fields of rows."""
 
-_OURS = str(Path(__file__).resolve().parents[2])
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[2])
 
 Columns = Mapping[str, list[Any]]
-Judge = Callable[[Columns], Any]
+"""Keyword arguments of a reward function: lists with a value for each sample."""
+
+Scorer = Callable[[Columns], Any]
+"""Returns the scores of samples."""
 
 
 @dataclass
-class _UnfitError(Exception):
-    """Scores will not do: why, and of which sample of those that were asked about, where it is known."""
+class _ScoreError(Exception):
+    """A problem with the scores of a request.
+
+    Attributes:
+        problem: What is wrong. Continues a sentence that begins with the title of the reward.
+        index: Index of the sample that is the cause; None if it is unknown.
+    """
 
     problem: str
     index: int | None = None
 
 
 def serve(number: int, parent: int) -> None:
-    """Judge until nobody asks any more."""
-    answer_requests(number, parent, _ready, runs_user_code=True)
+    """Answer requests until the rank closes the socket.
+
+    Args:
+        number: File descriptor of the socket.
+        parent: Process id of the rank.
+    """
+    answer_requests(number, parent, _start_answering, runs_user_code=True)
 
 
-def _ready(work: Mapping[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """Return the function that answers for the work, and what is wrong with it, if anything is."""
-    judge: Judge = len
+def _start_answering(work: Mapping[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """Return the function that answers further requests, and the answer to the first request."""
+    scorer: Scorer = len
     problem = {}
     try:
         if "pattern" in work:
-            judge = _by_pattern(work["pattern"], work["key"])
+            scorer = _pattern_scorer(work["pattern"], work["key"])
         else:
-            judge = _by_function(import_function(NamedCode(work["target"])), work["target"])
+            scorer = _function_scorer(import_function(NamedCode(work["target"])), work["target"])
     except HpctrainError as error:
         sentence, *frames = error.problems
         last = f" ({frames[-1].strip()})" if frames else ""
         problem = {"problem": sentence + last}
     except BaseException as error:  # noqa: BLE001 - whatever a user's file does when it is loaded
-        problem = {"problem": f"{work['target']} fails to load: {_what(error, '')}"}
-    return lambda columns: _judged(judge, columns), problem
+        problem = {"problem": f"{work['target']} fails to load: {_describe_exception(error, '')}"}
+    return lambda columns: _answer(scorer, columns), problem
 
 
-def _judged(judge: Judge, columns: Columns) -> dict[str, Any]:
-    """The scores of samples, or what is wrong."""
+def _answer(scorer: Scorer, columns: Columns) -> dict[str, Any]:
     try:
-        return {"scores": judge(columns)}
-    except _UnfitError as error:
+        return {"scores": scorer(columns)}
+    except _ScoreError as error:
         return {"problem": error.problem, "index": error.index}
 
 
-def _by_pattern(pattern: str, key: str) -> Judge:
-    """1 where the pattern is found in a completion, and its first group, if it has one, is the row's answer,
-    if that has one; else 0.
-    """
+def _pattern_scorer(pattern: str, key: str) -> Scorer:
+    """Return the scorer of `RegularExpression`."""
     compiled = re.compile(pattern)
 
     def score(completion: str, answer: Any) -> float:
-        found = compiled.search(completion)
-        if found is None or not compiled.groups or answer is None:
-            return float(found is not None)
-        return float(found[1] is not None and is_exact_match(found[1], answers_of({key: answer}, key)))
+        match = compiled.search(completion)
+        if match is None or not compiled.groups or answer is None:
+            return float(match is not None)
+        return float(match[1] is not None and is_exact_match(match[1], accepted_answers({key: answer}, key)))
 
-    def judge(columns: Columns) -> list[float]:
+    def score_all(columns: Columns) -> list[float]:
         completions = columns["completions"]
         return [*map(score, completions, columns.get(key, [None] * len(completions)))]
 
-    return judge
+    return score_all
 
 
-def _by_function(function: Callable[..., Any], target: str) -> Judge:
-    """What a user's function gives, as floats. HpctrainError where it is none to judge completions."""
+def _function_scorer(function: Callable[..., Any], target: str) -> Scorer:
+    """Return a scorer that calls a user's function.
+
+    Args:
+        function: The function. It gets those keyword arguments that its signature has.
+        target: Name of the function, for messages.
+
+    Raises:
+        HpctrainError: The function has no parameter `completions`.
+    """
     short = target.rpartition("/")[2]
-    taken: Mapping[str, inspect.Parameter] = {}
+    parameters: Mapping[str, inspect.Parameter] = {}
     try:
-        taken = inspect.signature(function).parameters
-        takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    except (TypeError, ValueError):  # nobody knows what it takes
+        parameters = inspect.signature(function).parameters
+        takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    except (TypeError, ValueError):  # some functions in C have no signature
         takes_any = True
-    by_name = {name for name, each in taken.items() if each.kind in _BY_NAME}
+    by_name = {name for name, each in parameters.items() if each.kind in _BY_NAME}
     if "completions" not in by_name and not takes_any:
-        names = ", ".join(taken) or "no arguments"
+        names = ", ".join(parameters) or "no arguments"
         raise HpctrainError(
             f"{short} has no argument completions, but {names}: it is called as function(prompts=[...], "
             "completions=[...], **others)"
         )
-    wanted = [name for name in by_name if taken[name].default is inspect.Parameter.empty]
+    required = [name for name in parameters if name in by_name and _has_no_default(parameters[name])]
     folder = os.path.dirname(getattr(getattr(function, "__code__", None), "co_filename", ""))  # noqa: PTH120
 
-    def judge(columns: Columns) -> list[float]:
-        if absent := [name for name in taken if name in wanted and name not in columns]:
-            others = [name for name in columns if name not in GIVEN]
-            raise _UnfitError(
-                f"requires {either(absent)}, which no row has (rows have "
-                f"{', '.join(others) or 'only prompts'})"
+    def score_all(columns: Columns) -> list[float]:
+        if missing := [name for name in required if name not in columns]:
+            fields = [name for name in columns if name not in RESERVED_ARGUMENTS]
+            raise _ScoreError(
+                f"requires {either(missing)}, which no row has (rows have "
+                f"{', '.join(fields) or 'only prompts'})"
             )
-        count = len(columns["completions"])  # a function may take them out of their list
-        given = {name: column for name, column in columns.items() if takes_any or name in by_name}
+        count = len(columns["completions"])  # the function may change the list
+        arguments = {name: column for name, column in columns.items() if takes_any or name in by_name}
         try:
-            made = function(**given)
-            if inspect.isawaitable(made):
-                made = import_module("asyncio").run(_awaited(made))
-            values = None if isinstance(made, _NO_LISTS) or not hasattr(made, "__iter__") else list(made)
+            result = function(**arguments)
+            if inspect.isawaitable(result):
+                result = import_module("asyncio").run(_await(result))
+            is_list = hasattr(result, "__iter__") and not isinstance(result, _NO_LISTS)
+            values = list(result) if is_list else None
         except BaseException as error:
-            raise _UnfitError(f"fails: {_what(error, folder)}") from error
-        return _floats(made, values, count, folder)
+            raise _ScoreError(f"fails: {_describe_exception(error, folder)}") from error
+        return _floats(result, values, count, folder)
 
-    return judge
+    return score_all
+
+
+def _has_no_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty
 
 
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 _NO_LISTS = str, bytes, Mapping, Set
 
 
-async def _awaited(made: Awaitable[Any]) -> Any:
-    return await made
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
 
 
-def _floats(made: Any, values: Sequence[Any] | None, count: int, folder: str) -> list[float]:
-    """The values as finite numbers, `count` of them."""
-    wanted = "a list with a number for each completion"
+def _floats(result: Any, values: Sequence[Any] | None, count: int, folder: str) -> list[float]:
+    """Return the values of a function as floats.
+
+    Args:
+        result: What the function returned, for messages.
+        values: Its values; None if it is not a list of values.
+        count: Expected number of values.
+        folder: Folder of the function's file, for messages.
+
+    Raises:
+        _ScoreError: They are not `count` finite numbers.
+    """
+    expected = "a list with a number for each completion"
     if values is None:
-        raise _UnfitError(f"returns {kind_of(made)}, not {wanted}")
+        raise _ScoreError(f"returns {kind_of(result)}, not {expected}")
     if len(values) != count:
-        raise _UnfitError(f"returns {counted(len(values), 'value')} for {counted(count, 'completion')}")
-    found = []
+        raise _ScoreError(f"returns {counted(len(values), 'value')} for {counted(count, 'completion')}")
+    numbers = []
     for index, value in enumerate(values):
         if not hasattr(type(value), "__float__"):
             hint = " (return 0.0 if there is no score)" if value is None else ""
-            shown = f": {json.dumps(clipped(value))}" if isinstance(value, str) else ""
-            raise _UnfitError(f"returns {kind_of(value)}{shown}, which is not a number{hint}", index)
+            text = f": {json.dumps(clipped(value))}" if isinstance(value, str) else ""
+            raise _ScoreError(f"returns {kind_of(value)}{text}, which is not a number{hint}", index)
         try:
             number = float(value)
         except BaseException as error:
-            raise _UnfitError(
-                f"returns a value that is not a number: {_what(error, folder)}", index
+            raise _ScoreError(
+                f"returns a value that is not a number: {_describe_exception(error, folder)}", index
             ) from error
         if not math.isfinite(number):
-            raise _UnfitError(f"returns {'NaN' if math.isnan(number) else f'{number:+}'}", index)
-        if abs(number) > LARGEST:
-            raise _UnfitError(f"returns {number:g}, whose magnitude exceeds {LARGEST:g}", index)
-        found.append(number)
-    return found
+            raise _ScoreError(f"returns {'NaN' if math.isnan(number) else f'{number:+}'}", index)
+        if abs(number) > MAX_SCORE:
+            raise _ScoreError(f"returns {number:g}, whose magnitude exceeds {MAX_SCORE:g}", index)
+        numbers.append(number)
+    return numbers
 
 
-def _what(error: BaseException, folder: str) -> str:
-    """What was raised, and in which line: the last of those in the folder, or else of those not of ours."""
-    said = "".join(traceback.format_exception_only(type(error), error)[-1:])
-    said = " ".join(said.split()).removeprefix(f"{type(error).__module__}.")
+def _describe_exception(error: BaseException, folder: str) -> str:
+    """Return the type and message of an exception, and the line where a user's code raised it.
+
+    It is the innermost line in a file of the folder, or else the innermost one outside of hpctrain.
+    """
+    text = "".join(traceback.format_exception_only(type(error), error)[-1:])
+    text = " ".join(text.split()).removeprefix(f"{type(error).__module__}.")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_OURS, "<frozen"))
+        if not frame.filename.startswith((_PACKAGE_FOLDER, "<frozen"))
     ]
-    own = [frame for frame in frames if folder and frame.filename.startswith(folder)] or frames
-    return f"{clipped(said)} ({own[-1].filename}, line {own[-1].lineno})" if own else clipped(said)
+    frames = [frame for frame in frames if folder and frame.filename.startswith(folder)] or frames
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return clipped(text) + place

@@ -1,4 +1,4 @@
-"""Rewards as a deck or a command names them: what each is, their weighted sum, and their sum on all ranks."""
+"""Rewards that a deck names: how their names are parsed, and their weighted sums over all ranks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,35 @@ from hpctrain.text import nearest
 
 EXACT_MATCH = "exact-match"
 PATTERN = "regular-expression"
-FORMS = f'"{EXACT_MATCH}", "{PATTERN}:PATTERN", "FILE.py:FUNCTION" or a reward model\'s checkpoint'
-OTHERS = ("deviation",)
-"""What figures of a rollout are called besides those of its rewards, as `reward_deviation`."""
+REWARD_FORMS = f'"{EXACT_MATCH}", "{PATTERN}:PATTERN", "FILE.py:FUNCTION" or a reward model\'s checkpoint'
+RESERVED_NAMES = ("deviation",)
+"""Names that no reward has in metrics, since `reward_deviation` is another metric of a rollout."""
 
-_USUAL_KEY, _USUAL_SECONDS = "answer", 30.0
+_DEFAULT_KEY, _DEFAULT_SECONDS = "answer", 30.0
 
 
 @dataclass(frozen=True)
 class RewardName:
-    """Reward that a deck names: a built-in one, a pattern, or a function."""
+    """Reward that a deck names.
+
+    Attributes:
+        kind: `EXACT_MATCH`, `PATTERN` or "function".
+        text: The pattern, or the name of the function.
+        code: The function.
+    """
 
     kind: str
     text: str = ""
     code: NamedCode | None = None
 
-    def open(self, key: str = _USUAL_KEY, seconds: float = _USUAL_SECONDS, processes: int = 1) -> Reward:
-        """What judges by it: compared with what rows have under `key`, each call within `seconds`."""
+    def open(self, key: str = _DEFAULT_KEY, seconds: float = _DEFAULT_SECONDS, processes: int = 1) -> Reward:
+        """Return the reward.
+
+        Args:
+            key: Field of the prompts' rows that has the accepted answers.
+            seconds: Time limit of each call of a function.
+            processes: Number of processes of each rank that call a function.
+        """
         if self.kind == EXACT_MATCH:
             return ExactMatch(key)
         if self.kind == PATTERN:
@@ -44,15 +56,22 @@ class RewardName:
 
 
 def parse_reward(reward: NamedCode, where: str) -> RewardName:
-    """Return the reward that a deck names in one of the `FORMS`.
+    """Return the reward that a deck names in one of the `REWARD_FORMS`.
 
-    HpctrainError, beginning with `where`, with what is wrong; whether a function is there, and can judge, is
-    known when it is loaded (Rewards.start).
+    It does not load a function. `Rewards.start` does, and then finds out whether the function exists.
+
+    Args:
+        reward: Name of the reward.
+        where: Place of the name in the deck, with which messages begin.
+
+    Raises:
+        HpctrainError: It is not the name of a reward.
     """
     text = reward.target
-    if (kind := _built_in(text)) == EXACT_MATCH:
+    kind = text.partition(":")[0]
+    if text == EXACT_MATCH:
         return RewardName(EXACT_MATCH)
-    if text.startswith(f"{EXACT_MATCH}:"):
+    if kind == EXACT_MATCH:
         raise HpctrainError(f'{where}: {quoted(text)} has an argument (expected "{EXACT_MATCH}")')
     if kind == PATTERN:
         pattern = text.partition(":")[2]
@@ -65,86 +84,108 @@ def parse_reward(reward: NamedCode, where: str) -> RewardName:
             raise HpctrainError(f"{where}: {quoted(pattern)} is not a regular expression ({why})") from None
         return RewardName(PATTERN, pattern)
     if not is_target(text) or ":" not in text:
-        near = nearest(text.partition(":")[0], (EXACT_MATCH, PATTERN))
-        meant = f" (did you mean {near}?)" if near else ""
-        raise HpctrainError(f"{where}: {quoted(text)} is not a reward{meant}: expected {FORMS}")
-    home = text.rpartition(":")[0]
-    if is_file_target(text) and not Path(home).is_file():
-        raise HpctrainError(f"{where}: {home}: file does not exist")
-    package = home.partition(".")[0]
+        nearest_name = nearest(kind, (EXACT_MATCH, PATTERN))
+        suggestion = f" (did you mean {nearest_name}?)" if nearest_name else ""
+        raise HpctrainError(f"{where}: {quoted(text)} is not a reward{suggestion}: expected {REWARD_FORMS}")
+    module = text.rpartition(":")[0]
+    if is_file_target(text) and not Path(module).is_file():
+        raise HpctrainError(f"{where}: {module}: file does not exist")
+    package = module.partition(".")[0]
     if not is_file_target(text) and not (package.isidentifier() and find_spec(package)):
         raise HpctrainError(f"{where}: package {quoted(package)} is not installed (a file is named FILE.py)")
     reward.require_trusted()
     return RewardName("function", text, reward)
 
 
-def _built_in(text: str) -> str:
-    """Which of the built-in ones it is, "" for what names a function."""
-    kind = text.partition(":")[0]
-    return kind if text == EXACT_MATCH or kind == PATTERN else ""
-
-
 @dataclass(frozen=True)
 class Scores:
-    """Of samples: their weighted sums, and each reward's own, by name."""
+    """Scores of samples.
+
+    Attributes:
+        totals: Weighted sum of the rewards of each sample.
+        parts: Values of each reward by its name, one for each sample.
+    """
 
     totals: list[float]
     parts: dict[str, list[float]]
 
-    def figures(self) -> dict[str, float]:
-        """The mean of all samples, and of each reward, where there are several."""
+    def mean_rewards(self) -> dict[str, float]:
+        """Return the metrics `reward`, the mean total, and `reward_NAME` of each of several rewards."""
         several = self.parts if len(self.parts) > 1 else {}
-        named = {"reward": self.totals, **{f"reward_{name}": scores for name, scores in several.items()}}
-        return {name: sum(scores) / max(1, len(scores)) for name, scores in named.items()}
+        columns = {"reward": self.totals, **{f"reward_{name}": scores for name, scores in several.items()}}
+        return {name: sum(scores) / max(1, len(scores)) for name, scores in columns.items()}
 
 
 @dataclass
 class Rewards:
-    """Several rewards with weights, or one. Of those that are called alike, or as something that is `taken`,
-    the later ones have a number.
+    """One or more rewards with their weights.
+
+    Attributes:
+        weighted: Rewards with their weights.
+        reserved_names: Names that no reward may have in metrics.
+        names: Names of the rewards in metrics. A reward whose name exists already gets a number, as in
+            "length_2".
     """
 
     weighted: Sequence[tuple[Reward, float]]
-    taken: Sequence[str] = OTHERS
+    reserved_names: Sequence[str] = RESERVED_NAMES
     names: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.weighted and all(isfinite(weight) for _, weight in self.weighted)
         self.names = []
         for reward, _ in self.weighted:
-            names = (*self.taken, *self.names)
-            alike = [name for name in names if re.fullmatch(re.escape(reward.name) + r"(_\d+)?", name)]
-            self.names.append(f"{reward.name}_{len(alike) + 1}" if alike else reward.name)
+            names = (*self.reserved_names, *self.names)
+            equal = [name for name in names if re.fullmatch(re.escape(reward.name) + r"(_\d+)?", name)]
+            self.names.append(f"{reward.name}_{len(equal) + 1}" if equal else reward.name)
 
-    def check(self, others: Mapping[str, object], where: str) -> None:
-        """HpctrainError, beginning with `where`, where a prompt's row lacks what they need."""
+    def check(self, other_keys: Mapping[str, object], where: str) -> None:
+        """Check that a prompt's row has the fields that the rewards need.
+
+        Args:
+            other_keys: Fields of the row.
+            where: Words for the row, with which the message begins.
+
+        Raises:
+            HpctrainError: A field is missing or wrong.
+        """
         for reward, _ in self.weighted:
             try:
-                reward.check(others)
+                reward.check(other_keys)
             except ValueError as error:
                 raise HpctrainError(f"{where} {error}") from None
 
     def start(self) -> None:
-        """Load what they need. HpctrainError where there is no such function, or none that judges."""
+        """Load the functions.
+
+        Raises:
+            HpctrainError: A function does not exist, or does not accept completions.
+        """
         for reward, _ in self.weighted:
             reward.start()
 
-    def scores(self, samples: Sequence[Sample], alive: Callable[[], None] = lambda: None) -> Scores:
-        """Of these samples, on this rank; `alive` is called before each reward, which may take long.
-        HpctrainError, with the sample, where one has no score.
+    def scores(self, samples: Sequence[Sample], before_reward: Callable[[], None] = lambda: None) -> Scores:
+        """Return the scores of samples. Local.
+
+        Args:
+            samples: The samples.
+            before_reward: Called before each reward, which may take long.
+
+        Raises:
+            HpctrainError: A sample has no score. The message names it.
         """
         parts = dict[str, list[float]]()
         for name, (reward, _) in zip(self.names, self.weighted, strict=True):
-            alive()
+            before_reward()
             parts[name] = reward.scores(samples)
-        return self._summed(parts)
+        return self._weighted_sum(parts)
 
     def close(self) -> None:
         """End all processes."""
         for reward, _ in self.weighted:
             reward.close()
 
-    def _summed(self, parts: dict[str, list[float]]) -> Scores:
+    def _weighted_sum(self, parts: dict[str, list[float]]) -> Scores:
         weights = [weight for _, weight in self.weighted]
         columns = zip(*parts.values(), strict=True)
         totals = [
@@ -152,23 +193,32 @@ class Rewards:
         ]
         return Scores(totals, parts)
 
-    def joined(self, shares: Sequence[Scores]) -> Scores:
-        """The scores of samples of which each share has some, one after another."""
-        return self._summed({name: [s for share in shares for s in share.parts[name]] for name in self.names})
+    def concatenate(self, pieces: Sequence[Scores]) -> Scores:
+        """Return the scores of consecutive pieces of the samples as one."""
+        parts = {name: [score for piece in pieces for score in piece.parts[name]] for name in self.names}
+        return self._weighted_sum(parts)
 
 
 def open_rewards(
     weighted: Mapping[NamedCode, float],
     where: str,
-    key: str = _USUAL_KEY,
-    seconds: float = _USUAL_SECONDS,
+    key: str = _DEFAULT_KEY,
+    seconds: float = _DEFAULT_SECONDS,
     processes: int = 1,
-    taken: Sequence[str] = (),
+    reserved_names: Sequence[str] = (),
 ) -> Rewards:
-    """Return rewards as a deck names them, each with its weight.
+    """Return the rewards that a deck names.
 
-    Other arguments are those of RewardName.open and of Rewards. HpctrainError, with all that is wrong, as
-    from parse_reward.
+    Args:
+        weighted: Weight of each reward by its name in the deck.
+        where: Place of the names in the deck, with which messages begin.
+        key: Field of the prompts' rows that has the accepted answers.
+        seconds: Time limit of each call of a function.
+        processes: Number of processes of each rank that call a function.
+        reserved_names: Names in metrics of other rewards.
+
+    Raises:
+        HpctrainError: Some names or weights are wrong. It has all problems.
     """
     names, problems = list[RewardName](), list[str]()
     for reward, weight in weighted.items():
@@ -181,28 +231,37 @@ def open_rewards(
                 f"{where}: {quoted(reward.target)} has the weight {weight:g}, which is not finite"
             )
     if not weighted:
-        problems.append(f"{where}: names no reward: expected {FORMS}")
+        problems.append(f"{where}: names no reward: expected {REWARD_FORMS}")
     if problems:
         raise HpctrainError(problems)
     opened = [name.open(key, seconds, processes) for name in names]
-    return Rewards([*zip(opened, weighted.values(), strict=True)], (*OTHERS, *taken))
+    return Rewards([*zip(opened, weighted.values(), strict=True)], (*RESERVED_NAMES, *reserved_names))
 
 
-def agreed_scores(world: World, rewards: Rewards, samples: Sequence[Sample], at_once: int = 64) -> Scores:
-    """The scores of samples that all ranks have, each of which computes a share of them, so many `at_once`:
-    in between, and between rewards, it gives a sign of life. Collective: HpctrainError on all ranks where
-    one fails.
+def score_on_all_ranks(
+    world: World, rewards: Rewards, samples: Sequence[Sample], at_once: int = 64
+) -> Scores:
+    """Return the scores of samples, of which each rank computes a share. Collective.
+
+    Args:
+        world: The ranks.
+        rewards: The rewards, on each rank.
+        samples: The samples, which are equal on all ranks.
+        at_once: Number of samples after which a rank tells the watchdog that it makes progress.
+
+    Raises:
+        HpctrainError: On all ranks if a sample has no score.
     """
     first, last = (len(samples) * rank // world.size for rank in (world.rank, world.rank + 1))
 
-    def alive() -> None:
+    def show_progress() -> None:
         world.ledger.phase = "evaluation"
 
     with world.agreement():
-        parts = [
-            rewards.scores(samples[begin : min(last, begin + at_once)], alive)
-            for begin in range(first, last, at_once)
+        pieces = [
+            rewards.scores(samples[start : min(last, start + at_once)], show_progress)
+            for start in range(first, last, at_once)
         ]
-        own = rewards.joined(parts)
+        local = rewards.concatenate(pieces)
     world.ledger.phase = "other"
-    return rewards.joined(world.everyone.all_gather_object(own))
+    return rewards.concatenate(world.everyone.all_gather_object(local))

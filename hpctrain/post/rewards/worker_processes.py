@@ -1,7 +1,7 @@
-"""Processes that judge samples for one rank, batch by batch, each within a time limit.
+"""Child processes that score samples for one rank, batch by batch, with a time limit for each batch.
 
-They are started as soon as something is asked of them; one that does not answer in time is killed, with all
-that it has started itself.
+They start at the first use. A process that exceeds the time limit is killed with all processes that it has
+started.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from hpctrain.errors import UserCodeError
 from hpctrain.host.child_process import ChildProcess, NoAnswerError, next_answer
 
 SECONDS_TO_LOAD = 300.0
-"""That a user's file may take to be loaded, with what it imports."""
+"""Time limit for loading a user's file with its imports."""
 
 _WORKER = "hpctrain.post.rewards.reward_worker"
 
 
 @dataclass
-class FailedError(Exception):
-    """A batch has no scores: its number, why (words that go on from the reward's title), and of which of its
-    samples, where that is known.
+class BatchFailedError(Exception):
+    """A batch that could not be scored.
+
+    Attributes:
+        batch: Number of the batch.
+        problem: What is wrong. Continues a sentence that begins with the title of the reward.
+        index: Index of the sample that is the cause; None if it is unknown.
     """
 
     batch: int
@@ -31,9 +35,14 @@ class FailedError(Exception):
     index: int | None = None
 
 
-class Processes:
-    """At most `count` processes, each of which judges by `work` (what `worker.serve` is told first), and each
-    batch of samples within `seconds`.
+class WorkerProcesses:
+    """At most `count` child processes that score batches of samples.
+
+    Attributes:
+        title: Title of the reward, for messages.
+        work: First request to each process, see `reward_worker`.
+        count: Largest number of processes.
+        seconds: Time limit of a batch.
     """
 
     def __init__(self, title: str, work: Mapping[str, Any], count: int, seconds: float) -> None:
@@ -41,7 +50,11 @@ class Processes:
         self._processes: list[ChildProcess] = []
 
     def start(self, count: int = 1) -> None:
-        """Have so many of them ready. UserCodeError where they cannot judge."""
+        """Start processes until `count` of them are ready.
+
+        Raises:
+            UserCodeError: The reward cannot be loaded.
+        """
         for process in [each for each in self._processes if each.has_ended()]:
             process.close()
             self._processes.remove(process)
@@ -61,14 +74,17 @@ class Processes:
             self.close()
             raise
 
-    def judged(self, batches: Sequence[Mapping[str, list[Any]]]) -> list[list[float]]:
+    def score_batches(self, batches: Sequence[Mapping[str, list[Any]]]) -> list[list[float]]:
         """Return the scores of each batch.
 
+        Args:
+            batches: Keyword arguments of the reward function for each batch.
+
         Raises:
-            FailedError: Of the first batch that has none; then all processes are ended.
-            UserCodeError: As from `start`.
+            BatchFailedError: A batch cannot be scored. All processes have ended.
+            UserCodeError: The reward cannot be loaded.
         """
-        found: list[list[float]] = [[] for _ in batches]
+        scores: list[list[float]] = [[] for _ in batches]
         waiting = deque(range(len(batches)))
         self.start(min(self.count, len(batches)))
         try:
@@ -79,15 +95,15 @@ class Processes:
                         process.ask(batches[number], self.seconds, number)
                 number, answer = next_answer(self._processes)
                 if "problem" in answer:
-                    raise FailedError(number, answer["problem"], answer["index"])
-                found[number] = answer["scores"]
+                    raise BatchFailedError(number, answer["problem"], answer["index"])
+                scores[number] = answer["scores"]
         except NoAnswerError as failed:
             self.close()
-            raise FailedError(failed.number, failed.problem) from None
+            raise BatchFailedError(failed.number, failed.problem) from None
         except BaseException:
-            self.close()  # what the others still answer is not to be taken for something else
+            self.close()  # later calls must not receive the answers to these batches
             raise
-        return found
+        return scores
 
     def close(self) -> None:
         """End all processes."""
