@@ -146,13 +146,15 @@ def _imported_config(imported: Mapping[str, Any], architecture: HuggingFaceArchi
 
     If training changed the architecture (for example the head), only ids of special tokens apply. Without an
     imported padding id there is none: `transformers` does not load a model whose vocabulary is smaller than
-    the id that its class has by default.
+    the id that its class has by default. A Mistral is exported without `layer_types`, with which
+    `transformers` reads it as a Ministral, which must have a window.
     """
     is_same_architecture = imported.get("architectures") == [architecture.name] or (
         imported.get("architectures") is None and imported.get("model_type") == architecture.model_type
     )
     if is_same_architecture:
-        return {key: value for key, value in imported.items() if key not in _NOT_EXPORTED}
+        unread = ("layer_types",) if architecture.files.layered_architecture else ()
+        return {key: value for key, value in imported.items() if key not in (*_NOT_EXPORTED, *unread)}
     return {"pad_token_id": None} | {key: value for key, value in imported.items() if key.endswith(_ID)}
 
 

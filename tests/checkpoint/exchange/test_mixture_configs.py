@@ -58,6 +58,7 @@ def test_positions_of_gpt_oss_are_scaled_unless_a_config_says_otherwise() -> Non
         ({"mlp_only_layers": [3]}, "mlp_only_layers = [3]: must be a list of numbers of layers"),
         ({"mlp_only_layers": False}, "mlp_only_layers = False: must be a list of numbers of layers"),
         ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers = [0, 1, 2]: leaves no layer with experts"),
+        ({"decoder_sparse_step": 4}, "decoder_sparse_step = 4: leaves no layer with experts"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
             "quantization_config = {'quant_method': 'mxfp4'}",

@@ -274,6 +274,7 @@ def test_a_run_starts_from_a_mixture(
         ("qwen3-moe", "attention_bias", True, "q_proj.bias: not in these files"),
         ("qwen3-moe", "norm_topk_prob", 1, "norm_topk_prob = 1: must be true or false"),
         ("olmoe", "clip_qkv", 8.0, "clip_qkv = 8.0: unsupported; expected None for olmoe"),
+        ("dots1", "first_k_dense_replace", 3, "first_k_dense_replace = 3: leaves no layer with experts"),
         ("dots1", "n_group", 3, "n_group = 3: must divide n_routed_experts = 8"),
         ("dots1", "topk_group", 5, "topk_group = 5: must be at most n_group = 4"),
         ("dots1", "routed_scaling_factor", 0, "routed_scaling_factor = 0: must be a number above 0"),

@@ -478,6 +478,10 @@ class _ConfigReader:
                 f"must be at most {names['router_groups']} = {groups} and select at least {chosen} experts"
             )
             self.problem(names["router_groups_per_token"], of_groups, message)
+        every, dense_first = expert_keys.get("every", 1), expert_keys.get("dense_first", 0)
+        if not any(has_experts(layer, every, dense_first, ()) for layer in range(sizes["layers"])):
+            own = "dense_first" if "dense_first" in names else "every"
+            self.problem(names[own], expert_keys[own], "leaves no layer with experts")
 
 
 def shortest_pattern(values: Sequence[_Value]) -> tuple[_Value, ...]:

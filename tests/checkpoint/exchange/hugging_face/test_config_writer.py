@@ -9,6 +9,7 @@ import json
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,23 @@ def test_a_model_with_a_small_vocabulary_has_no_padding_id(name: str) -> None:
     with no_warnings():
         model = kind(kind.config_class(**config))
     assert model.get_input_embeddings().padding_idx is None
+
+
+def test_a_mistral_without_windows_is_exported_without_layer_types(tmp_path: Path) -> None:
+    """Transformers reads a Mistral with layer_types as a Ministral, which must have a window."""
+    imported = {
+        **SMALL,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 4,
+    }
+    imported["layer_types"] = ["full_attention"] * SMALL["num_hidden_layers"]
+    settings = TokenizerSettings({"config.json": imported})
+    files = model_files(shape_of(imported, "config.json"), "float32", settings, None)
+    (tmp_path / "config.json").write_text(files["config.json"])
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.model_type, config.sliding_window) == ("mistral", None)
+    transformers.AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize(
