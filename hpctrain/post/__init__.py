@@ -1,1 +1,1 @@
-"""What comes after training: tasks that a model is tried on."""
+"""Training with rewards after pretraining, and evaluation on tasks."""
