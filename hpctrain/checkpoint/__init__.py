@@ -1,1 +1,1 @@
-"""Checkpoints: one HDF5 file of whole global tensors, written and read in pieces by any layout."""
+"""Checkpoints: HDF5 files of global tensors that ranks of any layout write and read piece by piece."""

@@ -1,8 +1,8 @@
-"""Save a checkpoint while training goes on: the same file as `save` makes.
+"""Saving of a checkpoint during training, with the same file as `save` writes.
 
-A thread of every rank writes its pieces at their places in the file, brings them to the disk and compares
-them, without HDF5 and without MPI. Between steps the ranks ask each other whether all have come that far;
-then they add up the checksums, and a thread of rank 0 completes the file and gives it its name.
+A thread of each rank writes its boxes, syncs them to the disk and compares them, without HDF5 and MPI.
+Between steps the ranks find out whether all threads have finished. Then they reduce the checksums, and a
+thread of rank 0 completes and renames the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,20 @@ from hpctrain.comm.group import Group
 
 
 class BackgroundSave:
-    """One checkpoint that is being written."""
+    """Checkpoint that a thread writes during training.
+
+    Creating one is collective.
+
+    Args:
+        path: The file.
+        group: Ranks that write it.
+        entries: Ranges of this rank, as in `save`.
+        state: Training state.
+        buffer: Memory for copies of values that are about to change.
+
+    Raises:
+        InputOutputError: The file cannot be created. All ranks raise it.
+    """
 
     def __init__(
         self,
@@ -36,9 +49,8 @@ class BackgroundSave:
         state: Mapping[str, Any],
         buffer: HostBuffer,
     ) -> None:
-        """Begin; collective. Parameters and errors as in `save`, besides the memory that copies may take."""
         self._draft = begin_draft(path, group, entries, state, min(PIECE_BYTES, buffer.piece_bytes))
-        self._snapshot = DraftSnapshot(self._draft.pieces, buffer)
+        self._snapshot = DraftSnapshot(self._draft.boxes, buffer)
         self.protect = self._snapshot.protect
         self._completing = False
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -46,13 +58,17 @@ class BackgroundSave:
 
     @property
     def path(self) -> Path:
-        """The name the file will have."""
+        """Name of the complete file."""
         return self._draft.path
 
     def poll(self, wait: bool = False) -> bool:
-        """Whether the checkpoint is complete, the same on all ranks; collective.
+        """Return True if the checkpoint is complete, the same on all ranks. Collective.
 
-        With `wait`, only then it returns. Errors as in `save`; after one, the save is over.
+        Args:
+            wait: True to wait until it is complete.
+
+        Raises:
+            InputOutputError: The file cannot be written. It is deleted then.
         """
         while True:
             if wait:
@@ -74,7 +90,7 @@ class BackgroundSave:
             self._work = self._threads.submit(self._complete, self._draft.total())
 
     def abandon(self) -> None:
-        """Leave no file: what was stored may not be what was to be. Collective."""
+        """Delete the file, since the values may have been corrupted before they were written. Collective."""
         futures.wait([self._work])
         self._threads.shutdown(wait=False)
         self._draft.close(failed=True)
@@ -91,5 +107,5 @@ class BackgroundSave:
             self._draft.publish(total)
 
 
-def _all(group: Group, here: bool) -> bool:
-    return here if group.size == 1 else not group.all_reduce(torch.tensor(0 if here else 1)).item()
+def _all(group: Group, condition: bool) -> bool:
+    return condition if group.size == 1 else not group.all_reduce(torch.tensor(0 if condition else 1)).item()

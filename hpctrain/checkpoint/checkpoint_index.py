@@ -1,7 +1,7 @@
-"""What a checkpoint file says it holds, read and distrusted before anything else is done with it.
+"""Index of a checkpoint file: datasets with their places, checksums and the training state, all validated.
 
-One rank reads this with HDF5; all others learn from it where each dataset's bytes lie, and read those
-as plain bytes of the file. Datasets are contiguous, in the file itself, and described in full here.
+One rank reads it with HDF5 and broadcasts it. The other ranks then read tensors as plain bytes of the file,
+since datasets are contiguous and inside the file itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,25 @@ FORMAT = "hpctrain checkpoint"
 VERSION = 1
 STATE, DECK, CHECKSUMS = "/state", "/deck", "/checksums"
 AUXILIARY_MODELS = "companions"
-"""Key of the state whose keys name models that were trained beside the file's own."""
+"""Key of the state whose keys are the prefixes of auxiliary models, such as "critic"."""
 DTYPE = "dtype"
 NAMED = {np.dtype(stored): kind for kind, stored in STORED_AS.items() if kind not in ("bfloat16", "bool")}
-"""Types of datasets that tell the elements' type; the others have the attribute DTYPE."""
+"""dtypes of tensors by types of datasets, if the latter determine them. Others have the attribute DTYPE."""
 
 _TEXT_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One dataset: its global shape, and the place of its bytes and of its checksums."""
+    """Dataset of a checkpoint: shape, and place of its bytes and of its checksums.
+
+    Attributes:
+        dataset: Name in the file, such as "/model/<name>".
+        kind: Name of the dtype, such as "bfloat16".
+        shape: Global shape.
+        offset: Offset of its first byte in the file.
+        first_piece: Number of its first checksum among those of the file.
+    """
 
     dataset: str
     kind: str
@@ -49,26 +57,26 @@ class StoredTensor:
 
     @property
     def row(self) -> tuple[str, str, Index, int, int]:
-        """What makes it, to be sent to others."""
+        """Arguments of the constructor, to be sent to other ranks."""
         return self.dataset, self.kind, self.shape, self.offset, self.first_piece
 
     @property
     def elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the global tensor."""
         return prod(self.shape)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
+        """Size of an element in bytes."""
         return np.dtype(STORED_AS[self.kind]).itemsize
 
     @property
     def pieces(self) -> slice:
-        """This tensor's checksums among all."""
+        """Slice of this dataset in the checksums of the file."""
         return slice(self.first_piece, self.first_piece + pieces(self.elements))
 
     def span(self, start: Index, shape: Index) -> tuple[int, int]:
-        """Offset and length of the smallest range of the file that holds a box, in bytes."""
+        """Return offset and length in bytes of the smallest range of the file that holds a box."""
         strides = row_major(self.shape)
         first = sum(at * step for at, step in zip(start, strides, strict=True))
         count = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -77,7 +85,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The datasets of a file, by name, the checksums stored for them, and the training state."""
+    """Index of a checkpoint file.
+
+    Attributes:
+        path: The file.
+        datasets: Datasets by name, sorted.
+        sums: Checksums of all datasets, in their order.
+        state: Training state, with the versions of libraries.
+    """
 
     path: Path
     datasets: dict[str, StoredTensor]
@@ -85,17 +100,23 @@ class CheckpointIndex:
     state: dict[str, Any]
 
     def auxiliary_model(self, dataset: str) -> str:
-        """The name of the model beside the file's own that a dataset belongs to; "" of its own."""
+        """Return the name of the auxiliary model of a dataset, such as "critic"; "" for the main model."""
         others, tensor = self.state.get(AUXILIARY_MODELS), dataset.rsplit("/", 1)[-1]
         names = others if isinstance(others, dict) else ()
         return next((name for name in names if tensor.startswith(f"{name}.")), "")
 
 
 def examine(path: Path, group: Group | None = None) -> CheckpointIndex:
-    """Read the structure of a checkpoint; with a group, collectively: rank 0 reads it for all.
+    """Read and validate the index of a checkpoint.
 
-    Errors, the same on all ranks: HpctrainError for a file that is not a checkpoint or is of a newer
-    version, InputOutputError for one that is missing, unreadable, unfinished or damaged.
+    Args:
+        path: The file.
+        group: Ranks that call this together. Rank 0 reads the file and broadcasts the result, and all ranks
+            raise the same error. None for a local call.
+
+    Raises:
+        HpctrainError: The file is not a checkpoint, or has a newer version.
+        InputOutputError: The file is missing, unreadable, incomplete or damaged.
     """
     if group is None or group.size == 1:
         return _examine(path)
@@ -161,7 +182,7 @@ def _check_kind(path: Path, file: CheckedFile) -> None:
 
 
 def _datasets(file: CheckedFile) -> dict[str, StoredTensor]:
-    """Find all tensors, by name, in sorted order."""
+    """Return all tensors of a file by name, in sorted order."""
     datasets: dict[str, StoredTensor] = {}
     first_piece = 0
     for name in sorted(file.datasets - {STATE, DECK, CHECKSUMS}):
@@ -173,7 +194,7 @@ def _datasets(file: CheckedFile) -> dict[str, StoredTensor]:
 
 
 def _kind(file: CheckedFile, dataset: LocalDataset) -> str:
-    """Return the element type: HDF5's own tells it, or the attribute of those it has no type for."""
+    """Return the dtype of a dataset, from its attribute if the type of the dataset does not determine it."""
     kind = file.text(DTYPE, dataset) if file.has_attribute(DTYPE, dataset) else NAMED.get(dataset.dtype)
     if kind is None or STORED_AS.get(kind) != dataset.dtype:
         raise ValueError(f"{dataset.name} has type {dataset.dtype}, but is marked as {kind}")

@@ -1,11 +1,12 @@
-"""Checksums of a tensor's pieces that any set of ranks can compute together, each from what it holds.
+"""Checksums of the pieces of a global tensor, which ranks compute from their local elements.
 
-The flattened global tensor is cut into pieces of PIECE elements. A piece's checksum is the sum of
-key(position in the piece) * bits(element), modulo 2^64, plus a seed of the dataset's name, type, shape
-and the piece's number. Keys are odd, so every change of one element changes the sum; the seed tells
-zeros that were written from a hole, and one dataset from another. Being a sum it does not depend on who
-holds which elements: the ranks add up theirs and the group adds up the ranks'. It guards against
-faults, not against forgery.
+A flattened global tensor is cut into pieces of PIECE elements. The checksum of a piece is the sum of
+key(position in the piece) * bits(element), modulo 2^64, plus a seed. Each rank sums its elements, and an
+all-reduce adds the sums of the ranks, so the result does not depend on the layout.
+
+Keys are odd, so that each change of one element changes the sum. The seed is computed from name, type and
+shape of the dataset and from the number of the piece. It distinguishes datasets from each other, and written
+zeros from a hole in the file. Checksums detect faults, not forgery.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ from hpctrain.checkpoint.tensor_ranges import FlatRuns, Index, flat_runs
 from hpctrain.splitmix import GOLDEN, mix
 
 PIECE = 1 << 20
-# Elements multiplied at a time: the products stay in the cache.
+"""Number of elements of a piece with one checksum."""
+
 _BATCH = 1 << 18
+"""Number of elements that are multiplied at a time, so that the products stay in the cache."""
+
 _MODULUS = 1 << 64
-# Keys made at a time: the temporaries stay small.
 _KEYS = 1 << 15
+"""Number of keys that are computed at a time, so that temporary arrays stay small."""
 
 Words = NDArray[np.unsignedinteger]
+"""Bits of elements as unsigned integers of the same size."""
+
 Sums = NDArray[np.uint64]
+"""Checksums [pieces] of one tensor or of several ones after each other."""
 
 
 class _ThreadBuffers(local):
+    """Buffer of products, one for each thread."""
+
     def __init__(self) -> None:  # once in each thread
         self.products: Sums = np.empty(_BATCH, np.uint64)
 
@@ -40,7 +49,7 @@ class _Keys:
     """Keys of the positions of a piece, computed up to the largest position that was requested so far."""
 
     def __init__(self) -> None:
-        # Pages that nothing has written to take no memory.
+        # The system allocates a page of memory when it is first written to.
         self._values: Sums = np.empty(PIECE, np.uint64)
         self._computed = 0
 
@@ -62,12 +71,12 @@ _keys = _Keys()
 
 
 def pieces(elements: int) -> int:
-    """Number of pieces of a tensor."""
+    """Return the number of pieces of a tensor with this many elements."""
     return -(-elements // PIECE)
 
 
 def seeds(dataset: str, kind: str, shape: Index) -> Sums:
-    """What every piece's sum starts from, a uint64 array [pieces]."""
+    """Return the seed of each piece of a dataset, uint64 [pieces]."""
     text = f"{dataset} {kind} {list(shape)}".encode()
     base = np.array(int.from_bytes(blake2b(text, digest_size=8).digest(), "little"), np.uint64)
     sums: Sums = (np.arange(pieces(prod(shape)), dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * base
@@ -79,10 +88,18 @@ def working_bytes(elements: int) -> int:
     return 8 * (min(elements, PIECE) + min(elements, _BATCH))
 
 
-def add(sums: Sums, words: Words, start: Index, shape: Index, whole: Index) -> None:
-    """Add to the sums of a tensor of shape `whole` the box `shape` at `start`, given as its bits."""
+def add(sums: Sums, words: Words, start: Index, shape: Index, global_shape: Index) -> None:
+    """Add the elements of a box to the checksums of a tensor.
+
+    Args:
+        sums: Checksums of the tensor, which are updated.
+        words: Elements of the box in row-major order.
+        start: Index of the first element of the box.
+        shape: Shape of the box.
+        global_shape: Shape of the tensor.
+    """
     rest = words.reshape(-1)
-    for group in flat_runs(start, shape, whole):
+    for group in flat_runs(start, shape, global_shape):
         count = group.count * group.length
         _add_runs(sums, rest[:count].reshape(group.count, group.length), group)
         rest = rest[count:]
@@ -96,7 +113,8 @@ def _add_runs(sums: Sums, rows: Words, group: FlatRuns) -> None:
     while row < group.count:
         first = group.first + row * group.stride
         piece, position = divmod(first, PIECE)
-        # Rows that end inside this piece are taken together; one that crosses its end or is long, alone.
+        # Rows that end inside this piece are added at once. A row that crosses its end, or a long row, is
+        # added alone.
         fitting = (PIECE - group.length - position) // group.stride + 1
         if fitting <= 0 or group.length > _BATCH:
             _add_run(sums, rows[row], first)
@@ -125,9 +143,10 @@ def _add_run(sums: Sums, words: Words, first: int) -> None:
 
 def _accumulate(sums: Sums, piece: int, words: Words, keys: Sums) -> None:
     if words.dtype.itemsize == 8:
-        # Times an odd key a top bit moves nothing but the top bit: fold it down, or two would cancel.
+        # The highest bit times an odd key changes only the highest bit of the sum, so two such changes would
+        # cancel. Therefore the upper half is folded into the lower one.
         words = words ^ (words >> np.uint64(32))
-    # Three passes over memory that stays in the cache take less than one that converts as it multiplies.
+    # Three passes over memory in the cache are faster than one pass that converts and multiplies.
     products = _memory.products[: words.size].reshape(words.shape)
     np.copyto(products, words)
     np.multiply(products, keys, out=products)

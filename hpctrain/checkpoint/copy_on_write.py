@@ -1,12 +1,12 @@
-"""Values as they were at one moment, written while training goes on.
+"""Copy-on-write snapshot of the values of a checkpoint, which a thread writes during training.
 
-Forward and backward passes change little of what a checkpoint holds, the update does. So most pieces are
-written from where they are; what is still to be written when the update comes, or of some state when the step
-begins, is copied into a host buffer first, and where that is full, the step waits for the writer.
+Most values change only in the update of the optimizer. A thread writes them from their own memory as long as
+they are unchanged. Boxes that are not written yet are copied into a host buffer before an update, and those
+of some states before each step. If the buffer is full, the step waits for the writer.
 
-What a GPU holds passes through the buffer, which is pinned, on a stream of its own. This stream waits only
-for the work that the GPU had when the values were those to be written. The writer waits for a copy on the
-host; the update does so on the GPU.
+Values on a GPU are copied into the buffer, which is pinned, on a stream of its own. This stream waits only
+for the work that the GPU had when the snapshot was made. The writer waits for copies on the host. The update
+waits for them on the GPU.
 """
 
 from __future__ import annotations
@@ -28,102 +28,120 @@ _ALIGNMENT = 64
 
 
 class HostBuffer:
-    """Host memory given out and taken back in the same order, for pieces that come from `device`.
+    """Ring buffer in host memory.
 
-    `stream` is that of the copies from a GPU; None if the device is a CPU.
+    Args:
+        size: Size in bytes.
+        device: Device whose values are copied into it.
+
+    Attributes:
+        stream: Stream of the copies from a GPU; None if the device is a CPU.
+        memory: The buffer.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         assert size >= 2 * _ALIGNMENT, size
         self.stream = None if on_host(device) else SideStream()
         self.memory = empty_host_tensor((size,), torch.uint8, device).numpy()
-        self._given: deque[tuple[int, int]] = deque()
+        self._ranges: deque[tuple[int, int]] = deque()
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes that one piece should have at most: while one is written, the next can be copied."""
+        """Largest number of bytes of a box, so that one is copied while another one is written."""
         return len(self.memory) // 2 // _ALIGNMENT * _ALIGNMENT
 
     def take(self, size: int) -> Words | None:
-        """`size` bytes; None while there is no room for them in one place."""
-        asked = size
+        """Return `size` contiguous bytes; None if so many are not free."""
+        requested = size
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        first = self._given[0][0] if self._given else 0
-        last = self._given[-1][1] if self._given else 0
-        around = bool(self._given) and last <= first  # what is given out goes around the end
-        if last + size <= (first if around else len(self.memory)):
+        first = self._ranges[0][0] if self._ranges else 0
+        last = self._ranges[-1][1] if self._ranges else 0
+        wraps = bool(self._ranges) and last <= first  # the used memory continues at the beginning
+        if last + size <= (first if wraps else len(self.memory)):
             start = last
-        elif not around and size <= first:
+        elif not wraps and size <= first:
             start = 0
         else:
             return None
-        self._given.append((start, start + size))
-        memory: Words = self.memory[start : start + asked]
+        self._ranges.append((start, start + size))
+        memory: Words = self.memory[start : start + requested]
         return memory
 
     def release_oldest(self) -> None:
-        """The oldest of what was taken is free again."""
-        self._given.popleft()
+        """Free the memory that was taken first."""
+        self._ranges.popleft()
 
     def release_all(self) -> None:
-        """Everything is free again. A copy that goes on belongs to the stream of those that follow it."""
-        self._given.clear()
+        """Free all memory. A copy that still runs is on the stream of later copies, which follow it."""
+        self._ranges.clear()
 
 
 @dataclass(frozen=True)
-class _PieceCopy:
-    """A piece in the buffer, and the handle of the GPU's work that brings it there, if a GPU does."""
+class _BoxCopy:
+    """Copy of a box in the buffer.
+
+    Attributes:
+        words: The elements.
+        work: Copy on a GPU that writes them; None for values on the host.
+    """
 
     words: Words
     work: StreamWork | None = None
 
 
 class DraftSnapshot:
-    """The elements of pieces at the time this was made, taken in order by one thread that writes them."""
+    """Elements of boxes when the snapshot was made. One thread takes them in order and writes them.
 
-    def __init__(self, pieces: Sequence[DraftBox], buffer: HostBuffer) -> None:
-        assert all(piece.bytes <= buffer.piece_bytes for piece in pieces)
-        self._pieces, self._buffer = pieces, buffer
-        buffer.release_all()  # a writer that failed may have left some
+    Args:
+        boxes: Boxes to write. Those that a step changes before the update come first.
+        buffer: Buffer for copies.
+    """
+
+    def __init__(self, boxes: Sequence[DraftBox], buffer: HostBuffer) -> None:
+        assert all(piece.bytes <= buffer.piece_bytes for piece in boxes)
+        self._boxes, self._buffer = boxes, buffer
+        buffer.release_all()  # of a writer that failed
         if buffer.stream is not None:
             buffer.stream.follow()
-        self._of_step = sum(piece.entry.changes_in_step for piece in pieces)
-        assert all(piece.entry.changes_in_step for piece in pieces[: self._of_step])
-        self._copies: dict[int, _PieceCopy] = {}
-        self._taken = -1  # the piece that is being written, with all before it done
-        self._copying = -1
+        self._changing_in_step = sum(box.entry.changes_in_step for box in boxes)
+        assert all(box.entry.changes_in_step for box in boxes[: self._changing_in_step])
+        self._copies: dict[int, _BoxCopy] = {}
+        self._written = -1  # number of the box that is being written; earlier ones are done
+        self._copying = -1  # number of the box that is being copied
         self._closed = False
         self._changed = Condition()
 
     def take(self, number: int) -> Words:
-        """The elements of a piece, to be written; those of the piece before are let go. For the writer."""
+        """Return the elements of a box, and release those of the box before. The writer calls this."""
         with self._changed:
             self._release()
             self._changed.wait_for(lambda: self._copying != number)
-            self._taken = number
-            for each in (number, number + 1):  # while one is written, the next one comes from the GPU
+            self._written = number
+            for each in (number, number + 1):  # one is written while the next one is copied from the GPU
                 self._start_copy(each)
             self._changed.notify_all()
             copy = self._copies.get(number)
         if copy is None:
-            return self._pieces[number].load()
+            return self._boxes[number].load()
         if copy.work is not None:
             copy.work.synchronize()
         return copy.words
 
     def close(self) -> None:
-        """Nothing more will be taken, as all is written or writing failed. For the writer."""
+        """End the snapshot, since all is written or writing failed. The writer calls this."""
         with self._changed:
             self._release()
             self._closed = True
             self._changed.notify_all()
 
     def protect(self, update: bool = True) -> None:
-        """After this the values may be overwritten, without `update` only those that a step changes before.
+        """Copy what is not written yet, so that the values may change. The training thread calls this.
 
-        For the thread that trains: before the update, and without `update` before each step.
+        Args:
+            update: True before an update, which changes all values. False before a step, which changes only
+                those with `changes_in_step`.
         """
-        last = len(self._pieces) if update else self._of_step
+        last = len(self._boxes) if update else self._changing_in_step
         for number in range(last):
             with self._changed:
                 memory = self._memory(number)
@@ -136,50 +154,51 @@ class DraftSnapshot:
                 self._copying = -1
                 self._changed.notify_all()
         with self._changed:
-            # At most one is still being written from where it is.
+            # The writer may still read one box from its own memory.
             self._changed.wait_for(
-                lambda: self._closed or not 0 <= self._taken < last or self._taken in self._copies
+                lambda: self._closed or not 0 <= self._written < last or self._written in self._copies
             )
         if self._buffer.stream is not None:
             self._buffer.stream.precede()
 
     def _start_copy(self, number: int) -> None:
-        """Start to copy a piece that a GPU holds, if it is not copied and there is room. For the writer."""
-        if number in self._copies or number in (self._copying, len(self._pieces)):
+        """Start to copy a box from a GPU unless it is copied or the buffer is full. The writer calls this."""
+        if number in self._copies or number in (self._copying, len(self._boxes)):
             return
-        piece = self._pieces[number]
+        piece = self._boxes[number]
         if piece.device_values() is not None and (memory := self._buffer.take(piece.bytes)) is not None:
             self._copies[number] = self._copy(number, memory)
 
-    def _copy(self, number: int, memory: Words) -> _PieceCopy:
-        """Copy a piece into memory of the buffer; what a GPU holds is on its way afterwards."""
-        piece = self._pieces[number]
+    def _copy(self, number: int, memory: Words) -> _BoxCopy:
+        """Copy a box into memory of the buffer. A copy from a GPU is only started."""
+        piece = self._boxes[number]
         values = piece.device_values()
         if values is None:
             words = piece.load()
             copy = memory.view(words.dtype)
             np.copyto(copy, words)
-            return _PieceCopy(copy)
+            return _BoxCopy(copy)
         assert self._buffer.stream is not None
         host = torch.from_numpy(memory).view(values.dtype)
         work = self._buffer.stream.copy_to_host(values, host.view(values.shape))
-        return _PieceCopy(memory.view(f"u{values.element_size()}"), work)
+        return _BoxCopy(memory.view(f"u{values.element_size()}"), work)
 
     def _memory(self, number: int) -> Words | None:
-        """Memory for a copy of the piece, waited for; None if it is copied or taken by now."""
+        """Wait for memory for a copy of a box; return None if the box is copied or written meanwhile."""
         memory: Words | None = None
 
-        def settled() -> bool:
+        def is_done() -> bool:
             nonlocal memory
-            if self._closed or self._taken >= number or number in self._copies:
+            if self._closed or self._written >= number or number in self._copies:
                 return True
-            memory = self._buffer.take(self._pieces[number].bytes)
+            memory = self._buffer.take(self._boxes[number].bytes)
             return memory is not None
 
-        self._changed.wait_for(settled)
+        self._changed.wait_for(is_done)
         return memory
 
     def _release(self) -> None:
-        if self._copies.pop(self._taken, None) is not None:
+        """Free the copy of the box that was written, if there is one."""
+        if self._copies.pop(self._written, None) is not None:
             self._buffer.release_oldest()
             self._changed.notify_all()

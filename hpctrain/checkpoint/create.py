@@ -1,7 +1,7 @@
-"""Lay a checkpoint file out before a tensor is written, and complete it afterwards; alone, on one rank.
+"""Creation of a checkpoint file before tensors are written, and its completion afterwards, by one rank.
 
-The file has a temporary name and takes its space on the disk at once, so that a full disk shows before
-any tensor is written. Where each dataset's bytes will lie is then known and never changes.
+The file has a temporary name. All its space is allocated at once, so that a full disk is an error before
+tensors are written. The offsets of datasets are known from then on and do not change.
 """
 
 from __future__ import annotations
@@ -42,28 +42,36 @@ from hpctrain.files import delete_files, files_named
 from hpctrain.hdf5 import open_for_writing
 from hpctrain.units import format_bytes
 
-# Datasets of a page or more start at one; the space this takes is counted with the file's.
 _PAGE = 4096
-# Bound of what HDF5 itself stores for one dataset with its attributes and links.
+"""Alignment in bytes of datasets with at least this size."""
+
 _DESCRIPTION_BYTES = 2048
+"""Upper bound of the bytes that HDF5 stores for a dataset in addition to its elements."""
 
-# A run saves one checkpoint at a time.
-_OF_A_STEP = re.compile(r"\.step-\d{8,}\.h5\.tmp")
+_TEMPORARY_STEP = re.compile(r"\.step-\d{8,}\.h5\.tmp")
+"""Temporary names of the checkpoints of a run, which saves one at a time."""
 
-# Element type and global shape of every dataset, by name, in sorted order.
 Tensors = dict[str, tuple[str, Index]]
+"""Name of the dtype and global shape of each dataset by name, in sorted order."""
 
 
 def temporary_name(path: Path) -> Path:
-    """The name a checkpoint has while it is written."""
+    """Return the name that a checkpoint has while it is written."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Make the file, with everything but tensors and checksums, and tell the datasets' places.
+    """Create a file with all metadata but without elements and checksums, and return its datasets.
 
-    What crashed saves have left goes: a file of this name and, of a run's checkpoint, those of other steps.
-    InputOutputError where the disk refuses.
+    Temporary files of saves that were interrupted are deleted.
+
+    Args:
+        temporary: Temporary name of the file.
+        tensors: dtypes and shapes of the datasets.
+        state: Training state.
+
+    Raises:
+        InputOutputError: The file cannot be created, for example since the disk is full.
     """
     rest = {name: value for name, value in state.items() if name != "deck"}
     texts = {STATE: json.dumps(rest, indent=1)} | ({DECK: state["deck"]} if state.get("deck") else {})
@@ -72,14 +80,14 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
         temporary.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(temporary):
             temporary.unlink()
-        if _OF_A_STEP.fullmatch(temporary.name):
-            with suppress(OSError):  # they only take room
-                delete_files(temporary.parent, files_named(_OF_A_STEP.pattern))
-        # HDF5 does not take errors of its own small writes well: look first.
+        if _TEMPORARY_STEP.fullmatch(temporary.name):
+            with suppress(OSError):  # they do not prevent this save
+                delete_files(temporary.parent, files_named(_TEMPORARY_STEP.pattern))
+        # HDF5 may crash if one of its own small writes fails, so the free space is checked first.
         space = os.statvfs(temporary.parent)
         if space.f_bavail * space.f_frsize < needed:
             raise OSError(ENOSPC, os.strerror(ENOSPC))
-        datasets = _lay_out(temporary, tensors, texts)
+        datasets = _create_datasets(temporary, tensors, texts)
         with temporary.open("r+b") as stream:
             os.posix_fallocate(stream.fileno(), 0, temporary.stat().st_size)
     except OSError as error:
@@ -89,7 +97,7 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
 
 
 def complete(temporary: Path, sums: Sums) -> None:
-    """Put the checksums into the file and say that it is complete."""
+    """Write the checksums, and mark the file as complete."""
     with open_for_writing(temporary, "r+") as file:
         if sums.size:
             file[CHECKSUMS][...] = sums
@@ -98,17 +106,18 @@ def complete(temporary: Path, sums: Sums) -> None:
 
 
 def _needed(tensors: Tensors, texts: Mapping[str, str]) -> int:
-    """Upper bound of the bytes of the file."""
+    """Return an upper bound of the size of the file in bytes."""
     stored = sum(prod(shape) * np.dtype(STORED_AS[kind]).itemsize for kind, shape in tensors.values())
     sums = sum(8 * checksum.pieces(prod(shape)) for _, shape in tensors.values())
     text = sum(len(text.encode()) for text in texts.values())
     return stored + sums + text + len(tensors) * (_PAGE + _DESCRIPTION_BYTES) + (1 << 16)
 
 
-def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """All datasets allocated, none filled; the texts and everything but the checksums in place.
+def _create_datasets(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Write texts and attributes, allocate all datasets, and return them.
 
-    Object headers of this HDF5 version carry checksums, attributes of fixed length lie inside them.
+    The metadata is that of HDF5 1.8, whose object headers have checksums. These cover attributes of fixed
+    length.
     """
     datasets = {}
     with open_for_writing(
@@ -134,11 +143,11 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
             dtype = np.dtype(STORED_AS[kind])
             dataset = _allocate(file, name, dtype, shape)
             if NAMED.get(dtype) != kind:
-                _attach(dataset, DTYPE.encode(), np.array(kind.encode()))
+                _add_attribute(dataset, DTYPE.encode(), np.array(kind.encode()))
             offset = dataset.get_offset() if prod(shape) else 0
             datasets[name] = StoredTensor(name, kind, shape, int(offset), first_piece)
             first_piece += checksum.pieces(prod(shape))
-        _attach(_allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)), b"crc32", np.array(0))
+        _add_attribute(_allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)), b"crc32", np.array(0))
     return datasets
 
 
@@ -147,15 +156,15 @@ def _allocate(file: h5py.File, name: str, dtype: np.dtype[Any], shape: Index) ->
     return h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(dtype), space, *_creation_lists())
 
 
-def _attach(dataset: h5py.h5d.DatasetID, name: bytes, value: NDArray[Any]) -> None:
-    """Give a dataset an attribute, as h5py does, without the time that its objects take."""
+def _add_attribute(dataset: h5py.h5d.DatasetID, name: bytes, value: NDArray[Any]) -> None:
+    """Add an attribute to a dataset through the low-level interface of h5py, which is faster."""
     kind, space = h5py.h5t.py_create(value.dtype, logical=True), h5py.h5s.create(h5py.h5s.SCALAR)
     h5py.h5a.create(dataset, name, kind, space).write(value)
 
 
 @cache
 def _creation_lists() -> tuple[h5py.h5p.PropDCID, h5py.h5p.PropLCID]:
-    """How a dataset is laid out: at once, in one range, unfilled; its folders are made with it."""
+    """Return the property lists of datasets: contiguous, allocated at once, without fill values."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)

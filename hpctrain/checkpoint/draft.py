@@ -1,4 +1,4 @@
-"""A checkpoint on its way to the disk: what this rank writes of it, checks in it, and agrees on with others.
+"""Checkpoint that is being written: boxes of this rank, their checksums, and completion by all ranks.
 
 The steps are `begin_draft` (collective), `store` and `sync_and_verify` (local, so that a thread may do
 them), and `finish` (collective). Only then the file gets its name.
@@ -34,13 +34,21 @@ from hpctrain.files import flush_to_disk, naming
 from hpctrain.host.device import on_host
 
 PIECE_BYTES = 4 << 20
-"""Bytes of one rank that are written at a time, at most: they stay in the cache while they are added up."""
+"""Largest number of bytes that a rank writes at a time, so that they are in the cache for the checksum."""
+
 _WRITEBACK_BYTES = 8 << 20
+"""Number of bytes after which the system is told to write to the disk."""
 
 
 @dataclass(frozen=True)
 class DraftBox:
-    """A box of a dataset that this rank writes at once."""
+    """Box of a dataset that this rank writes in one operation.
+
+    Attributes:
+        entry: Range that has the values.
+        box: The box.
+        stored: The dataset.
+    """
 
     entry: TensorRange
     box: TensorBox
@@ -48,59 +56,70 @@ class DraftBox:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the file."""
+        """Number of bytes in the file."""
         return self.box.elements * self.stored.item_bytes
 
     @property
     def span(self) -> tuple[int, int]:
-        """Offset and length of the smallest range of the file that holds it, in bytes."""
+        """Offset and length in bytes of the smallest range of the file that holds the box."""
         return self.stored.span(self.box.start, self.box.shape)
 
     def device_values(self) -> Tensor | None:
-        """Return its elements, their bits as integers, if a GPU holds them; otherwise None."""
+        """Return the elements as bits in integers if they are on a GPU; otherwise None."""
         values = self.entry.values
         return self.box.view(values) if isinstance(values, Tensor) and not on_host(values.device) else None
 
     def load(self) -> Words:
-        """Its elements as they are now, flat, their bits as integers of the same size.
-
-        The host waits for a GPU's current stream.
-        """
+        """Return the current elements, flat, as bits in integers. This waits for the GPU's current stream."""
         values = self.box.load(self.entry.values).contiguous().cpu().numpy().reshape(-1)
         words: Words = values.view(f"u{values.itemsize}")
         return words
 
 
 Sink = Callable[[DraftBox, Words], None]
-"""Puts the elements of a piece where they belong. OSError where the system refuses."""
+"""Function that writes the elements of a box to the file, and raises an OSError if it cannot."""
 
 
 @dataclass
 class Draft:
-    """One checkpoint under its temporary name."""
+    """Checkpoint under its temporary name.
+
+    Attributes:
+        path: Name of the complete file.
+        group: Ranks that write it.
+        datasets: All datasets of the file by name.
+        boxes: Boxes that this rank writes.
+        sums: Checksums of the boxes that are written.
+        descriptor: File descriptor of the temporary file.
+        disk: Thread that waits for the disk while others compute.
+    """
 
     path: Path
     group: Group
     datasets: Mapping[str, StoredTensor]
-    pieces: Sequence[DraftBox]
+    boxes: Sequence[DraftBox]
     sums: Sums
     descriptor: int
-    disk: ThreadPoolExecutor  # the thread that waits for the disk while others compute
+    disk: ThreadPoolExecutor
 
     @property
     def temporary(self) -> Path:
-        """The name it has until it is complete."""
+        """Name of the file until it is complete."""
         return temporary_name(self.path)
 
     def store(self, sink: Sink, words: Callable[[int], Words] | None = None) -> None:
-        """Write this rank's pieces and add up their checksums; alone.
+        """Write this rank's boxes and compute their checksums. Local.
 
-        `words` tells the elements of a piece by its number; as a rule they are loaded. InputOutputError
-        where the disk refuses.
+        Args:
+            sink: Function that writes a box.
+            words: Function that returns the elements of a box by its number; None to load them.
+
+        Raises:
+            InputOutputError: The system cannot write.
         """
-        waiting = 0  # bytes that the disk does not know of
+        waiting = 0  # bytes whose writing to the disk has not been started
         start = end = 0
-        for number, piece in enumerate(self.pieces):
+        for number, piece in enumerate(self.boxes):
             content = piece.load() if words is None else words(number)
             self._add(self.sums, piece, content)
             try:
@@ -114,12 +133,16 @@ class Draft:
             end = max(end, offset + length) if waiting else offset + length
             waiting += piece.bytes
             if waiting >= _WRITEBACK_BYTES:
-                # Pieces are about in the order of the file: in between there is little of others.
+                # Boxes are almost in the order of the file, so there is little between them.
                 self.disk.submit(start_writing, self.descriptor, start, end - start)
                 waiting = 0
 
     def sync_and_verify(self) -> None:
-        """Bring this rank's pieces to the disk; compare what the file holds with their checksums; alone."""
+        """Sync the file to the disk, read this rank's boxes again, and compare their checksums. Local.
+
+        Raises:
+            InputOutputError: The file cannot be synced or read, or differs.
+        """
         synchronized = self.disk.submit(os.fsync, self.descriptor)
         try:
             written = self._read_back()
@@ -135,31 +158,31 @@ class Draft:
             raise InputOutputError(shorten_problems(problems))
 
     def _read_back(self) -> Sums:
-        """The checksums of this rank's pieces as the file has them."""
+        """Return the checksums of this rank's boxes, computed from the file."""
         sums = np.zeros_like(self.sums)
         with open_tensors(self.temporary) as source:
-            buffer = np.empty(max((piece.bytes for piece in self.pieces), default=0), np.uint8)
-            for piece in self.pieces:
+            buffer = np.empty(max((piece.bytes for piece in self.boxes), default=0), np.uint8)
+            for piece in self.boxes:
                 words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
                 source.read_box(words, piece.box, piece.stored)
                 self._add(sums, piece, words)
         return sums
 
     def finish(self) -> None:
-        """Add the checksums, and give the file its name; collective."""
+        """Write the checksums of all ranks, and rename the file. Collective."""
         total = self.total()
         with raise_on_all_ranks(self.group), self.errors_with_final_name():
             if self.group.rank == 0:
                 self.publish(total)
 
     def total(self) -> Sums:
-        """The checksums of all ranks together; collective."""
+        """Return the checksums of the complete tensors. Collective."""
         seeds = [checksum.seeds(name, stored.kind, stored.shape) for name, stored in self.datasets.items()]
         total: Sums = reduce_integers(self.group, self.sums).view(np.uint64)
         return total + np.concatenate(seeds) if seeds else total
 
     def publish(self, total: Sums) -> None:
-        """Complete the file, look at it as a reader would, and give it its name; alone, on rank 0."""
+        """Complete the file, validate its index, and rename it. Rank 0 alone calls this."""
         complete(self.temporary, total)
         flush_to_disk(self.temporary)
         examine(self.temporary)
@@ -167,11 +190,11 @@ class Draft:
         flush_to_disk(self.path.parent)
 
     def errors_with_final_name(self) -> AbstractContextManager[None]:
-        """Errors tell the name the file will have, not the temporary one."""
+        """Return a context in which errors name the complete file instead of the temporary one."""
         return with_final_name(self.temporary, self.path)
 
     def close(self, failed: bool) -> None:
-        """Let go of the file; one that failed is removed. Once, on every rank."""
+        """Close the file, and delete it if writing failed. Each rank calls this once."""
         self.disk.shutdown(cancel_futures=True)
         os.close(self.descriptor)
         if failed and self.group.rank == 0:
@@ -179,6 +202,7 @@ class Draft:
                 self.temporary.unlink()
 
     def _add(self, sums: Sums, piece: DraftBox, words: Words) -> None:
+        """Add the elements of a box to checksums of the file."""
         stored = piece.stored
         checksum.add(sums[stored.pieces], words, piece.box.start, piece.box.shape, stored.shape)
 
@@ -202,10 +226,18 @@ def begin_draft(
     state: Mapping[str, Any],
     piece_bytes: int = PIECE_BYTES,
 ) -> Draft:
-    """Lay out a checkpoint of what all ranks' entries hold together, in pieces of at most `piece_bytes`.
+    """Create the file of a checkpoint, and divide this rank's entries into boxes. Collective.
 
-    Collective. Ranks may pass different datasets and different pieces; together they must hold every
-    element, once. Errors as in save.
+    Args:
+        path: Name of the complete file.
+        group: Ranks that write it.
+        entries: Ranges of this rank. Together, the ranges of all ranks must have each element of each
+            dataset once.
+        state: Training state.
+        piece_bytes: Largest number of bytes of a box.
+
+    Raises:
+        InputOutputError: The file cannot be created. All ranks raise it.
     """
     tensors = _agreed_tensors(group, entries)
     temporary = temporary_name(path)
@@ -216,9 +248,9 @@ def begin_draft(
                 if group.rank == 0:
                     rows = [stored.row for stored in create(temporary, tensors, state).values()]
             datasets = {row[0]: StoredTensor(*row) for row in group.broadcast_object(rows)}
-            pieces = _pieces(group, entries, datasets, piece_bytes)
+            boxes = _local_boxes(group, entries, datasets, piece_bytes)
             with raise_on_all_ranks(group):
-                # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
+                # This fails if ranks do not share the folder. Opening it with MPI would hang then.
                 descriptor = os.open(temporary, os.O_RDWR)
     except BaseException:
         if group.rank == 0:
@@ -227,42 +259,41 @@ def begin_draft(
         raise
     disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
     count = sum(checksum.pieces(stored.elements) for stored in datasets.values())
-    return Draft(path, group, datasets, pieces, np.zeros(count, np.uint64), descriptor, disk)
+    return Draft(path, group, datasets, boxes, np.zeros(count, np.uint64), descriptor, disk)
 
 
-def _pieces(
+def _local_boxes(
     group: Group, entries: Sequence[TensorRange], datasets: Mapping[str, StoredTensor], piece_bytes: int
 ) -> list[DraftBox]:
-    """What this rank writes: first what a step changes, then the rest, each in the order of the file."""
-    pieces: dict[str, list[DraftBox]] = {name: [] for name in datasets}
+    """Return the boxes that this rank writes: those that a step changes, then others, each in file order."""
+    boxes_by_dataset: dict[str, list[DraftBox]] = {name: [] for name in datasets}
     for entry in entries:
         part = entry.part(*entry.share())
         limit = max(1, piece_bytes // part.values.element_size())
         stored = datasets[entry.dataset]
-        pieces[entry.dataset] += [
+        boxes_by_dataset[entry.dataset] += [
             DraftBox(part, cut, stored) for box in boxes_of(part) for cut in box.cut(limit)
         ]
-    held = [sum(piece.box.elements for piece in mine) for mine in pieces.values()]
-    for stored, count in zip(
-        datasets.values(), reduce_integers(group, np.array(held, np.int64)), strict=True
-    ):
+    local = [sum(each.box.elements for each in boxes) for boxes in boxes_by_dataset.values()]
+    counts = reduce_integers(group, np.array(local, np.int64))
+    for stored, count in zip(datasets.values(), counts, strict=True):
         if count != stored.elements:
-            raise RuntimeError(f"{stored.dataset}: the ranks hold {count} of {stored.elements} elements")
-    in_order = (piece for mine in pieces.values() for piece in mine)
-    return sorted(in_order, key=lambda piece: not piece.entry.changes_in_step)
+            raise RuntimeError(f"{stored.dataset}: the ranks have {count} of {stored.elements} elements")
+    in_order = (each for boxes in boxes_by_dataset.values() for each in boxes)
+    return sorted(in_order, key=lambda each: not each.entry.changes_in_step)
 
 
 def _agreed_tensors(group: Group, entries: Sequence[TensorRange]) -> Tensors:
-    """The datasets that any rank holds, in sorted order."""
-    mine = sorted({(entry.dataset, entry.kind, entry.shape) for entry in entries})
-    # Most ranks hold the same datasets: the first one that holds a list tells it for all.
-    digest = blake2b(repr(mine).encode()).hexdigest()
+    """Return the datasets of all ranks, sorted by name. Collective."""
+    local = sorted({(entry.dataset, entry.kind, entry.shape) for entry in entries})
+    # Many ranks have the same list of datasets, so only the first rank of each list sends it.
+    digest = blake2b(repr(local).encode()).hexdigest()
     first = group.all_gather_object(digest).index(digest) == group.rank
     tensors: Tensors = {}
-    for rows in group.all_gather_object(mine if first else []):
+    for rows in group.all_gather_object(local if first else []):
         for dataset, kind, shape in rows:
             described = (kind, tuple(shape))
             known = tensors.setdefault(dataset, described)
             if known != described:
-                raise RuntimeError(f"{dataset}: ranks hold it as {known} and as {described}")
+                raise RuntimeError(f"{dataset}: ranks have it as {known} and as {described}")
     return dict(sorted(tensors.items()))

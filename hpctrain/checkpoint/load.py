@@ -1,13 +1,12 @@
-"""Load a checkpoint into whatever pieces the ranks hold, and verify what was read.
+"""Loading of checkpoints into the local tensors of any layout, with verification of checksums.
 
-Ranks read the bytes of their pieces from the file without HDF5, so that reading needs no parallel HDF5,
-no collective call that could hang on a damaged file, and no metadata traffic from every rank.
+Ranks read plain bytes at the offsets of datasets. So reading requires no parallel HDF5 and no collective
+calls that could hang on a damaged file, and only one rank reads metadata.
 
-Ranks that hold the same begin with different parts of it, so that each comes from the disk once and from the
-page cache then. Each element is hashed by one of the ranks that read it, and the sums of the whole group are
-compared with the stored ones. Where the group did not read a piece whole, once (a model loaded without its
-other half, replicas not declared), or where it is damaged, the sums differ; such a piece is read whole by one
-rank, whose verdict is final. So all that is read is verified, and as a rule nothing is read for that alone.
+Ranks with the same elements begin with different shares, so that each share is read from the disk once and
+then from the page cache. One of these ranks adds a share to the checksums. The checksums of all ranks are
+reduced and compared with the stored ones. They differ for damaged pieces, and for pieces that were not read
+completely or more than once. One rank reads such a piece again to decide.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
 
-_WHOLE = (MODEL, MASTER, OPTIMIZER.removesuffix("/"))
-"""What kinds are, or begin with, of which a run asks for all or nothing. Of what Summations, Outers, layers
-and Products keep it leaves what it has no use for.
-"""
+_COMPLETE_KINDS = (MODEL, MASTER, OPTIMIZER.removesuffix("/"))
+"""Kinds of state of which a run reads all datasets or none. It may leave out others, such as `/reducer`."""
 
 
 def load(
@@ -50,14 +47,26 @@ def load(
     zero_padding: bool = True,
     left: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Fill the entries' values in place, each rank reading its own pieces; collective over the group.
+    """Read the values of the entries of all ranks from a checkpoint. Collective.
 
-    `source` is the file, or what `examine` found in it. Returns the training state, as read_state does.
-    Padding becomes zero, or stays as it is. With `strict`, weights or state of an optimizer that no rank
-    asks for are an error if any of their folder ("/model", "/master", "/optimizer") is asked for, and their
-    kind is not `left`. After an error the values are not to be used.
-    Errors, the same on all ranks: HpctrainError if the file holds other names, InputOutputError if it holds
-    other shapes or types, or is missing, truncated or damaged.
+    After an error the values are undefined.
+
+    Args:
+        source: The file, or its index.
+        group: The ranks.
+        entries: Ranges of this rank, whose values are filled in place.
+        strict: True if the file may not have parameters or states of the optimizer that no rank reads, in
+            folders ("/model", "/master", "/optimizer") from which a rank reads.
+        buffer_bytes: Largest number of bytes that a rank allocates.
+        zero_padding: True to fill padding with zeros. False to leave it unchanged.
+        left: Kinds that `strict` does not apply to.
+
+    Returns:
+        The training state.
+
+    Raises:
+        HpctrainError: The names of datasets differ. All ranks raise the same error.
+        InputOutputError: Shapes or dtypes differ, or the file is missing, truncated or damaged.
     """
     structure = source if isinstance(source, CheckpointIndex) else examine(Path(source), group)
     same_names = all(entry.dataset in structure.datasets for entry in entries)
@@ -83,34 +92,41 @@ def load(
 def in_types(
     entries: Sequence[TensorRange], kind: Callable[[TensorRange], str]
 ) -> Iterator[list[TensorRange]]:
-    """Entries to fill within, of the types that `kind` tells; what they are for has the values afterwards."""
-    found = [
+    """Yield entries with other dtypes for the block to fill, then convert their values to the given ones.
+
+    Args:
+        entries: Entries that have the values afterwards.
+        kind: Function that returns the dtype in which an entry is read, such as "float32".
+    """
+    converted = [
         entry
         if entry.kind == kind(entry)
         else replace(entry, values=_tensor_of(entry).to(getattr(torch, kind(entry))))
         for entry in entries
     ]
-    yield found
-    for entry, each in zip(entries, found, strict=True):
+    yield converted
+    for entry, each in zip(entries, converted, strict=True):
         if each is not entry:
             _tensor_of(entry).copy_(_tensor_of(each))
 
 
 def _tensor_of(entry: TensorRange) -> Tensor:
-    assert isinstance(entry.values, Tensor), f"{entry.dataset}: is not of the file's type where it lies"
+    assert isinstance(entry.values, Tensor), (
+        f"{entry.dataset}: has another dtype than the checkpoint, and is in a file"
+    )
     return entry.values
 
 
 def read_state(path: str | Path, group: Group | None = None) -> dict[str, Any]:
-    """The training state given to save, with "versions" added; touches no tensor.
+    """Return the training state of a checkpoint, with "versions", without reading tensors.
 
-    With a group, collective: rank 0 reads. Errors as in load.
+    Arguments and errors are those of `examine`.
     """
     return examine(Path(path), group).state
 
 
 def _differences(structure: CheckpointIndex, entries: Sequence[TensorRange]) -> Iterator[str]:
-    """Tell which entries the file lacks, or holds with another shape or type."""
+    """Yield messages about entries that the file lacks or has with another shape or dtype."""
     for entry in entries:
         stored = structure.datasets.get(entry.dataset)
         where = f"{structure.path}: {entry.dataset}"
@@ -119,43 +135,51 @@ def _differences(structure: CheckpointIndex, entries: Sequence[TensorRange]) -> 
         elif stored.shape != entry.shape:
             yield f"{where}: has shape {list(stored.shape)}, expected {list(entry.shape)}"
         elif stored.kind != entry.kind:
-            yield f"{where}: holds {stored.kind}, expected {entry.kind}"
+            yield f"{where}: has type {stored.kind}, expected {entry.kind}"
 
 
 def _surplus(
     structure: CheckpointIndex, group: Group, entries: Sequence[TensorRange], left: Collection[str]
 ) -> list[str]:
-    """What the file holds and no rank asks for; collective. All of a companion may be left."""
+    """Return messages about datasets that no rank reads. Auxiliary models may be left out. Collective."""
     names = list(structure.datasets)
-    asked = {entry.dataset for entry in entries}
-    whole, of_left = (
+    read = {entry.dataset for entry in entries}
+    complete, of_left = (
         tuple(f"/{before}{kind}/" for kind in kinds for before in ("", "replicas."))
-        for kinds in (_WHOLE, left)
+        for kinds in (_COMPLETE_KINDS, left)
     )
-    known = [
-        2 if name in asked else int(name.startswith(of_left) or not name.startswith(whole)) for name in names
+    flags = [
+        2 if name in read else int(name.startswith(of_left) or not name.startswith(complete))
+        for name in names
     ]
-    wanted = reduce_integers(group, np.array(known, np.int64), "max")
-    of = {name: (name.split("/")[1], structure.auxiliary_model(name)) for name in names}
-    folders = {of[name] for name, flag in zip(names, wanted, strict=True) if flag == 2}
+    flags_of_all = reduce_integers(group, np.array(flags, np.int64), "max")
+    folder_of = {name: (name.split("/")[1], structure.auxiliary_model(name)) for name in names}
+    folders = {folder_of[name] for name, flag in zip(names, flags_of_all, strict=True) if flag == 2}
     return [
         f"{structure.path}: {name}: in this checkpoint, but not in this model"
-        for name, flag in zip(names, wanted, strict=True)
-        if not flag and of[name] in folders
+        for name, flag in zip(names, flags_of_all, strict=True)
+        if not flag and folder_of[name] in folders
     ]
 
 
 def _raise_first(group: Group, problems: Sequence[str], same_names: bool) -> None:
-    """Raise an error about the first problem of any rank, with the number of others; collective.
+    """Raise an error about the first problem of any rank, with the number of others. Collective.
 
-    A file with other names is of another model (HpctrainError). One with the `same_names`, on all ranks, but
-    with other shapes or types was not written by a run of its deck (InputOutputError).
+    Args:
+        group: The ranks.
+        problems: Problems of this rank.
+        same_names: True if the file has the datasets of this rank's entries.
+
+    Raises:
+        HpctrainError: The file has other names, so it belongs to another model.
+        InputOutputError: The file has the same names but other shapes or dtypes, so no run of its deck has
+            written it.
     """
-    of_ranks = group.all_gather_object([list(problems), same_names])
-    distinct = list(dict.fromkeys(chain.from_iterable(found for found, _ in of_ranks)))
+    gathered = group.all_gather_object([list(problems), same_names])
+    distinct = list(dict.fromkeys(chain.from_iterable(each for each, _ in gathered)))
     if distinct:
         error = first_difference(distinct)
-        raise InputOutputError(error.problems) if all(same for _, same in of_ranks) else error
+        raise InputOutputError(error.problems) if all(same for _, same in gathered) else error
 
 
 def _read_requests(
@@ -187,7 +211,7 @@ def _read_requests(
 
 
 def _touch(touched: NDArray[np.int64], entry: TensorRange) -> None:
-    """Mark the checksum pieces that hold any of an TensorRange's elements."""
+    """Mark the checksum pieces that have elements of a TensorRange."""
     for box in boxes_of(entry):
         for group in flat_runs(box.start, box.shape, entry.shape):
             if group.count == 1:
@@ -199,5 +223,5 @@ def _touch(touched: NDArray[np.int64], entry: TensorRange) -> None:
             touched[first // checksum.PIECE] = 1
             touched[last // checksum.PIECE] = 1
             if group.length > checksum.PIECE:
-                for one, other in zip(first // checksum.PIECE, last // checksum.PIECE, strict=True):
-                    touched[one:other] = 1
+                for low, high in zip(first // checksum.PIECE, last // checksum.PIECE, strict=True):
+                    touched[low:high] = 1

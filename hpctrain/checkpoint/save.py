@@ -1,11 +1,11 @@
-"""Save a checkpoint: one file, complete or not there.
+"""Saving of checkpoints. A file with the final name is always complete.
 
-Rank 0 lays the file out; all ranks then write their pieces, with parallel HDF5 where h5py has it and at
-the pieces' places in the file where it has not. Every rank's part reaches the disk and is read back and
-compared; rank 0 adds the checksums, and only then the file gets its name.
+Rank 0 creates the file. All ranks then write their boxes, with parallel HDF5 if h5py has it, or else as plain
+bytes at the offsets of the datasets. Each rank syncs its part to the disk, reads it again and compares it.
+Rank 0 writes the checksums and renames the file.
 
-Opening and closing are collective; each write is its rank's own. Collective writes gain nothing where the
-pieces are runs of the file, and in Open MPI they hang all ranks when the disk refuses one rank's write.
+Opening and closing are collective, and writes are independent. Collective writes are not faster for
+contiguous runs, and with Open MPI they hang all ranks if one rank cannot write.
 """
 
 from __future__ import annotations
@@ -35,18 +35,26 @@ def save(
     state: Mapping[str, Any],
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Write a checkpoint of what all ranks' entries hold together; collective over the group.
+    """Write a checkpoint with the entries of all ranks. Collective.
 
-    Ranks may pass different datasets and different pieces; together they must hold every element, once.
-    `state` is JSON; its "deck", if it has one, is a text and is stored as such. A rank holds at most
-    `piece_bytes` besides its entries. InputOutputError, the same on all ranks, if the file cannot be
-    written (it is then removed; a checkpoint that had the name before is untouched).
+    After an error the new file is deleted, and an older file of the same name is unchanged.
+
+    Args:
+        path: The file.
+        group: Ranks that write it.
+        entries: Ranges of this rank. Together, the ranges of all ranks must have each element of each
+            dataset once.
+        state: Training state, as JSON. Its key "deck", if it has one, is stored as a text of its own.
+        piece_bytes: Largest number of bytes that a rank allocates in addition to its entries.
+
+    Raises:
+        InputOutputError: The file cannot be written. All ranks raise it.
     """
     draft = begin_draft(Path(path), group, entries, state, piece_bytes)
     failed = True
     try:
-        # Without parallel HDF5 the ranks write where the datasets' bytes lie in the file. So does one rank
-        # alone: HDF5 does not survive that a write of its own fails.
+        # Without parallel HDF5, and on one rank, plain bytes are written at the offsets of the datasets: HDF5
+        # may crash if one of its writes fails.
         if needs_mpi(group):
             _store_with_hdf5(draft)
         else:
@@ -66,7 +74,7 @@ def needs_mpi(group: Group) -> bool:
 
 
 def write_at_offsets(descriptor: int, piece: DraftBox, words: Words) -> None:
-    """Write plain bytes where they belong in the file, without HDF5 and without MPI: each run by itself."""
+    """Write the elements of a box at their offsets in the file, run by run, without HDF5 and MPI."""
     stored, rest = piece.stored, words
     for group in flat_runs(piece.box.start, piece.box.shape, stored.shape):
         count = group.count * group.length
@@ -83,7 +91,7 @@ def write_at_offsets(descriptor: int, piece: DraftBox, words: Words) -> None:
 
 
 def _write_with_hdf5(file: h5py.h5f.FileID, piece: DraftBox, words: Words) -> None:
-    """One independent call of HDF5."""
+    """Write the elements of a box by one independent call of HDF5."""
     dataset = h5py.h5d.open(file, piece.stored.dataset.encode())
     space = dataset.get_space()
     space.select_hyperslab(piece.box.start, piece.box.shape)
@@ -91,7 +99,7 @@ def _write_with_hdf5(file: h5py.h5f.FileID, piece: DraftBox, words: Words) -> No
 
 
 def _store_with_hdf5(draft: Draft) -> None:
-    """All ranks open and close the file, whatever happens to one; then what happened is raised."""
+    """Write with parallel HDF5. All ranks open and close the file, even if one cannot write. Collective."""
     problems: list[str] = []
     with raise_on_all_ranks(draft.group), draft.errors_with_final_name():
         with open_on_all_ranks(draft.temporary, draft.group) as file:

@@ -1,4 +1,4 @@
-"""Copies of a rank's state in memory, to go back to without the disk."""
+"""Copies of a rank's state in host memory, to which a run can return without reading a file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from hpctrain.sharding.state import StateTensor
 
 
 class StateSnapshot:
-    """All state of this rank as it was after `step` steps, and what a checkpoint `stored` beside it."""
+    """Copy of this rank's state after a step.
+
+    Args:
+        step: Number of steps that were done.
+        stored: Training state that a checkpoint of this step has.
+    """
 
     def __init__(self, step: int, stored: Mapping[str, Any]) -> None:
         self.step, self.stored = step, stored
         self._values: list[Tensor] = []
-        self._prints: list[int] = []
+        self._sums: list[int] = []
 
     def take(self, tensors: Iterable[StateTensor], former: StateSnapshot | None = None) -> None:
-        """Copy them, into the memory of a `former` copy that is not needed any more, if there is one."""
+        """Copy tensors, into the memory of an older snapshot `former` if there is one that is not needed."""
         free = [] if former is None else former._values
         devices: set[torch.device] = set()
         for number, tensor in enumerate(tensors):
@@ -43,52 +48,64 @@ class StateSnapshot:
             synchronize_stream(device)
         if former is not None:
             former._values = []
-        self._prints = [int(word_sum(values)) for values in self._values]
+        self._sums = [int(word_sum(values)) for values in self._values]
 
     def is_unchanged(self) -> bool:
-        """Whether no bit has changed since."""
-        return self._prints == [int(word_sum(values)) for values in self._values]
+        """Return True if no bit of the copy has changed since it was made."""
+        return self._sums == [int(word_sum(values)) for values in self._values]
 
     def restore(self, tensors: Iterable[StateTensor]) -> None:
-        """Have them hold again what they held."""
+        """Copy the values back into the tensors."""
         for tensor, memory in zip(tensors, self._values, strict=True):
             for first, piece in fill_pieces(tensor.values):
                 piece.copy_(memory[first : first + piece.numel()])
 
 
 class SnapshotHistory:
-    """The newest copies, one every so many steps: enough for one that is `back` steps old at any time."""
+    """Newest snapshots of this rank's state.
+
+    Args:
+        every: Number of steps between two snapshots; 0 for none.
+        back: Age in steps that the oldest snapshot must reach at any time.
+
+    Attributes:
+        most: Largest number of snapshots.
+    """
 
     def __init__(self, every: int, back: int = 0) -> None:
         self.every, self.most = every, snapshot_count(every, back)
-        self._held: list[StateSnapshot] = []
+        self._snapshots: list[StateSnapshot] = []
 
     def due(self, step: int) -> bool:
-        """Whether a copy is to be made of the state after that step: without any, of any; and again of the
-        newest one's, to which the run went back.
+        """Return True if `take` must be called after a step.
+
+        It must be called if there is no snapshot, and again for the step of the newest one, to which the run
+        has returned.
         """
-        return self.every > 0 and (step % self.every == 0 or not self._held or self._held[-1].step == step)
+        return self.every > 0 and (
+            step % self.every == 0 or not self._snapshots or self._snapshots[-1].step == step
+        )
 
     def take(self, step: int, tensors: Iterable[StateTensor], stored: Mapping[str, Any]) -> None:
-        """Make one; of a step that the run went back to, it is there."""
-        if self._held and self._held[-1].step == step:
-            self._held[-1].stored = deepcopy(dict(stored))
+        """Make a snapshot. That of a step to which the run has returned exists already."""
+        if self._snapshots and self._snapshots[-1].step == step:
+            self._snapshots[-1].stored = deepcopy(dict(stored))
             return
-        former = self._held.pop(0) if len(self._held) == self.most else None
-        held = StateSnapshot(step, deepcopy(dict(stored)))
-        held.take(tensors, former)
-        self._held.append(held)
+        former = self._snapshots.pop(0) if len(self._snapshots) == self.most else None
+        snapshot = StateSnapshot(step, deepcopy(dict(stored)))
+        snapshot.take(tensors, former)
+        self._snapshots.append(snapshot)
 
     @property
     def all(self) -> list[StateSnapshot]:
-        """The oldest first."""
-        return list(self._held)
+        """Snapshots, oldest first."""
+        return list(self._snapshots)
 
     def discard_after(self, step: int) -> None:
-        """The run went back to that step: what came after it never was."""
-        self._held = [held for held in self._held if held.step <= step]
+        """Discard the snapshots of later steps than that to which the run has returned."""
+        self._snapshots = [each for each in self._snapshots if each.step <= step]
 
 
 def snapshot_count(every: int, back: int) -> int:
-    """How many copies, one every so many steps, have one among them that is `back` steps old or older."""
+    """Return how many snapshots, one every `every` steps, include one that is at least `back` steps old."""
     return -(-back // every) + 1 if every else 0

@@ -1,4 +1,4 @@
-"""Which elements of which global tensor a rank holds, as boxes and as runs of file elements."""
+"""Local elements of global tensors: flat ranges of local tensors, boxes, and runs of flat elements."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from hpctrain.parallel.shards import Shard
 
 Index = tuple[int, ...]
 
-# Replicas divide the writing of a tensor from this size on; a smaller one is written by one of them.
 SPREAD_BYTES = 1 << 20
+"""Size in bytes from which ranks with the same range share the writing. One rank writes a smaller range."""
 
-# Type of a tensor -> type of the dataset that holds it. HDF5 has no bfloat16: its bits are kept.
 STORED_AS: dict[str, DTypeLike] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
@@ -35,20 +34,25 @@ STORED_AS: dict[str, DTypeLike] = {
     "uint8": np.dtype("u1"),
     "bool": np.dtype("u1"),
 }
+"""Type of the dataset for each dtype of tensors. HDF5 has no bfloat16, whose bits are stored as integers."""
 
 
 @dataclass(frozen=True)
 class TensorRange:
-    """What one rank holds of one dataset: a flat range of its Shard's local piece.
+    """Flat range of a local tensor, which is a part of a dataset of a checkpoint.
 
-    `dataset` is the full name in the file, such as "/model/<name>" or "/optimizer/<state>/<name>".
-    `values` is 1-D and contiguous, in memory or in a file: the elements `offset` to
-    `offset + values.numel()` of the piece of shape `shard.local`, row-major, padding included.
-    This rank is number `copy` of the `copies` ranks that hold exactly these values, over
-    whatever axes; the Shard's own `copy` is not consulted.
-    Writing is spread over the copies. Pieces that are not copies must not overlap.
-    Forward, backward or sums of a training step may overwrite what `changes_in_step`, the update all.
-    What is read is `added` to the values, if it is not to take their place.
+    Several ranks may hold the same range and share the writing of it. Other ranges must not overlap.
+
+    Attributes:
+        dataset: Full name in the file, such as "/model/<name>" or "/optimizer/<state>/<name>".
+        shard: Place of the local tensor in the global one. Its own `copy` is not used.
+        values: Elements `offset` to `offset + values.numel()` of the local tensor, which has the shape
+            `shard.local`, is row-major and includes padding. 1-D and contiguous, in memory or in a file.
+        offset: First element of the range in the flattened local tensor.
+        copy: Number of this rank among those that hold exactly these elements.
+        copies: Number of these ranks, over all axes of the mesh.
+        changes_in_step: True if a training step changes the values before the update, which may change all.
+        added: True to add what is read to the values, False to replace them.
     """
 
     dataset: str
@@ -79,24 +83,28 @@ class TensorRange:
         return self.shard.shape or (1,)
 
     def part(self, first: int, last: int) -> TensorRange:
-        """The elements `first` to `last` of `values`, as an TensorRange of one copy."""
+        """Return the elements `first` to `last` of `values` as a range that only this rank holds."""
         return replace(self, values=self.values[first:last], offset=self.offset + first, copy=0, copies=1)
 
     def share(self) -> tuple[int, int]:
-        """First and last element of `values` that this copy writes; the copies' shares tile it."""
+        """Return the first element of `values` that this rank writes, and the end of its share."""
         count = self.values.numel()
         if count * self.values.element_size() >= SPREAD_BYTES:
             return count * self.copy // self.copies, count * (self.copy + 1) // self.copies
-        # A fixed copy per dataset, so that many small tensors still spread over the copies.
+        # The writer depends on the name of the dataset, so that ranks share the work of many small tensors.
         writer = crc32(self.dataset.encode()) % self.copies
         return (0, count) if writer == self.copy else (0, 0)
 
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a global tensor and where it lies in an TensorRange's values.
+    """Box of a global tensor, and its place in the values of a TensorRange.
 
-    Element (0, ..., 0) is the global element `start` and values[at]; in memory its dims have `strides`.
+    Attributes:
+        start: Index of its first element in the global tensor.
+        shape: Its extent in each dim.
+        at: Index of its first element in the values.
+        strides: Distance in the values between neighbors along each dim.
     """
 
     start: Index
@@ -106,23 +114,26 @@ class TensorBox:
 
     @property
     def elements(self) -> int:
-        """Elements of the box."""
+        """Number of elements of the box."""
         return prod(self.shape)
 
     def view(self, values: Tensor) -> Tensor:
-        """The box as a strided view into the TensorRange's values, its bits as integers."""
+        """Return the box as a strided view of the values of its TensorRange, as bits in integers."""
         bits = integers_of(values)
         return bits.as_strided(self.shape, self.strides, bits.storage_offset() + self.at)
 
     def load(self, values: Flat) -> Tensor:
-        """As `view`, of values that may lie in a file; then it is a copy."""
+        """Return what `view` returns, or a copy of it if the values are in a file."""
         if isinstance(values, Tensor):
             return self.view(values)
         return replace(self, at=0).view(values[self.at : self.at + self._span].load())
 
     @contextmanager
     def filling(self, values: Flat) -> Iterator[Tensor]:
-        """As `view`, to be overwritten within; in a file, what lies between the rows becomes zero."""
+        """Yield what `view` returns, so that the block overwrites it.
+
+        If the values are in a file, elements between the rows of the box become zero.
+        """
         if isinstance(values, Tensor):
             yield self.view(values)
             return
@@ -132,11 +143,11 @@ class TensorBox:
 
     @property
     def _span(self) -> int:
-        """Elements from the first to the last in memory."""
+        """Number of elements from the first one to the last one in the values."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     def cut(self, limit: int) -> Iterator[TensorBox]:
-        """The box in consecutive boxes of at most `limit` elements."""
+        """Yield consecutive boxes of at most `limit` elements that make up this one."""
         if self.elements <= limit:
             yield self
             return
@@ -153,9 +164,15 @@ class TensorBox:
 
 @dataclass(frozen=True)
 class FlatRuns:
-    """Equally long, equally spaced runs of a flattened global tensor.
+    """Contiguous runs of a flattened global tensor, with equal lengths and distances.
 
-    Run r is the flat elements `first + r * stride` to `first + r * stride + length`.
+    Run r has the elements `first + r * stride` to `first + r * stride + length`.
+
+    Attributes:
+        first: First element of the first run.
+        count: Number of runs.
+        stride: Distance between the beginnings of two runs, in elements.
+        length: Number of elements of a run.
     """
 
     first: int
@@ -165,26 +182,26 @@ class FlatRuns:
 
 
 def boxes_of(entry: TensorRange) -> list[TensorBox]:
-    """The boxes of the global tensor that an TensorRange's values hold, padding left out.
+    """Return the boxes that make up a range without its padding, in the order of its values.
 
-    They are in the order of the values. A range in n dims gives at most 2n - 1 of them.
+    A range of a tensor with n dims has at most 2n - 1 boxes.
     """
     local = entry.shard.local or (1,)
     extent = entry.shard.extent if entry.shard.local else (1,)
-    origin = entry.shard.start or (0,)
+    shard_start = entry.shard.start or (0,)
     strides = row_major(local)
-    held = []
+    boxes = []
     for start, shape in flat_range_boxes(local, entry.offset, entry.offset + entry.values.numel()):
         size = tuple(min(s + n, e) - s for s, n, e in zip(start, shape, extent, strict=True))
         if min(size) > 0:
             at = sum(s * step for s, step in zip(start, strides, strict=True)) - entry.offset
-            first = tuple(o + s for o, s in zip(origin, start, strict=True))
-            held.append(TensorBox(first, size, at, strides))
-    return held
+            first = tuple(o + s for o, s in zip(shard_start, start, strict=True))
+            boxes.append(TensorBox(first, size, at, strides))
+    return boxes
 
 
 def flat_range_boxes(shape: Index, first: int, last: int) -> Iterator[tuple[Index, Index]]:
-    """Start and shape of the boxes that make up the flat elements `first` to `last` of `shape`."""
+    """Yield start and shape of the boxes that make up the flat elements `first` to `last` of a tensor."""
     if first >= last:
         return
     if len(shape) == 1:
@@ -204,27 +221,28 @@ def flat_range_boxes(shape: Index, first: int, last: int) -> Iterator[tuple[Inde
         yield (bottom, *start), (1, *size)
 
 
-def flat_runs(start: Index, shape: Index, whole: Index) -> Iterator[FlatRuns]:
-    """The runs, in row-major order, that a box makes in the flattened tensor of shape `whole`."""
-    strides = row_major(whole)
+def flat_runs(start: Index, shape: Index, global_shape: Index) -> Iterator[FlatRuns]:
+    """Yield the runs of a box in the flattened tensor of shape `global_shape`, in row-major order."""
+    strides = row_major(global_shape)
     inner = len(shape) - 1
-    while inner > 0 and shape[inner] == whole[inner]:
+    while inner > 0 and shape[inner] == global_shape[inner]:
         inner -= 1
     length = prod(shape[inner:])
-    origin = sum(s * step for s, step in zip(start, strides, strict=True))
+    box_start = sum(s * step for s, step in zip(start, strides, strict=True))
     if inner == 0:
-        yield FlatRuns(origin, 1, length, length)
+        yield FlatRuns(box_start, 1, length, length)
         return
     outer = inner - 1
     for index in np.ndindex(*shape[:outer]):
-        first = origin + sum(i * step for i, step in zip(index, strides, strict=False))
+        first = box_start + sum(i * step for i, step in zip(index, strides, strict=False))
         yield FlatRuns(first, shape[outer], strides[outer], length)
 
 
 def row_major(shape: Index) -> Index:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _with(index: Index, dim: int, value: int) -> Index:
+    """Return an index with another value in one dim."""
     return (*index[:dim], value, *index[dim + 1 :])

@@ -1,7 +1,7 @@
-"""Bytes from a checkpoint file into Entries' values, read at the places the structure names.
+"""Reading of boxes of datasets as plain bytes from an open checkpoint file.
 
-Two threads wait for the disk and put what they read where it belongs, while the one that asked adds up the
-checksums of what has come, piece by piece and in order: neither the disk nor the processor waits.
+Two threads read from the disk, while the calling thread computes checksums of the boxes that have been read,
+in order. So neither the disk nor the processor waits.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
 
 BUFFER_BYTES = 16 << 20
-# FlatRuns shorter than this are read together with what lies between them.
+"""Largest number of bytes that reading allocates in addition to the values that are filled."""
+
 _SIEVED_BYTES = 32 << 10
-# Read and added up at a time: what has come is still in the cache, and a piece costs more than its hand-over.
+"""Number of bytes below which runs are read in one operation with what is between them (data sieving)."""
+
 _PIECE_BYTES = 1 << 20
-# Reads under way at once: while one is copied out of the page cache, the other waits for the disk.
+"""Number of bytes that are read at a time: few enough to be in the cache for the checksum, and enough for a
+task of a thread.
+"""
+
 _READS = 2
-# Half of the buffer is for batches, of less than two pieces each, that are read or added up; half is for what
-# lies between short runs, of each read.
+"""Number of reads at a time. One copies from the page cache while the other one waits for the disk."""
+
 _PIECES_A_BUFFER, _SPANS_A_BUFFER = 4 * (_READS + 1), 2 * _READS
+"""Shares of the buffer. One half is for batches, of less than two pieces each. The other half is for the
+ranges of the file that sieved runs span.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,15 @@ class ReadRequest:
 
 
 class _Piece:
-    """A box on its way into an TensorRange's values: `words` are to be read, and then landed."""
+    """Box that is read into the values of a TensorRange.
+
+    Args:
+        request: Request to which the box belongs.
+        box: The box.
+
+    Attributes:
+        words: Memory into which the elements are read; `finish` follows.
+    """
 
     def __init__(self, request: ReadRequest, box: TensorBox) -> None:
         self.request, self.box = request, box
@@ -66,8 +82,8 @@ class _Piece:
         self._target = target.reshape(-1)
         self.words: Words = self._target.numpy().view(f"u{request.stored.item_bytes}")
 
-    def land(self) -> None:
-        """Add what was read to the sums, and bring it to the values where it does not lie there."""
+    def finish(self) -> None:
+        """Update the checksums, and copy the elements into the values if they were not read in place."""
         request, box, view = self.request, self.box, self._view
         if request.sums is not None:
             checksum.add(request.sums, self.words, box.start, box.shape, request.stored.shape)
@@ -81,7 +97,14 @@ class _Piece:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """An open checkpoint file; no more than `buffer_bytes` are held besides what is filled."""
+    """Open checkpoint file, from which boxes of datasets are read.
+
+    Attributes:
+        path: The file.
+        descriptor: Its file descriptor.
+        readers: Threads that read.
+        buffer_bytes: Largest number of bytes that reading allocates.
+    """
 
     path: Path
     descriptor: int
@@ -98,20 +121,21 @@ class TensorSource:
         Raises:
             InputOutputError: The file cannot be read, or is truncated.
         """
-        under_way: deque[tuple[Future[None], list[_Piece]]] = deque()
+        in_flight: deque[tuple[Future[None], list[_Piece]]] = deque()
         for batch in _batches(self._pieces(requests, zero_padding), self._part_bytes):
-            under_way.append((self.readers.submit(self._read_batch, batch), batch))
-            if len(under_way) > _READS:
-                _land(*under_way.popleft())
-        while under_way:
-            _land(*under_way.popleft())
+            in_flight.append((self.readers.submit(self._read_batch, batch), batch))
+            if len(in_flight) > _READS:
+                _finish(*in_flight.popleft())
+        while in_flight:
+            _finish(*in_flight.popleft())
 
     @property
     def _part_bytes(self) -> int:
-        """Of a piece that is read into memory of its own, at most; and of a batch, at least."""
+        """Largest size in bytes of a piece that is not read in place, and smallest size of a batch."""
         return min(_PIECE_BYTES, self.buffer_bytes // _PIECES_A_BUFFER)
 
     def _pieces(self, requests: Iterable[ReadRequest], zero_padding: bool) -> Iterator[_Piece]:
+        """Yield the pieces of all requests, and fill padding with zeros."""
         for each in requests:
             entry, item_bytes = each.entry, each.stored.item_bytes
             boxes = boxes_of(entry)
@@ -137,13 +161,17 @@ class TensorSource:
             rest = rest[count:]
 
     def read_elements(self, stored: StoredTensor, first: int, count: int, buffer: NDArray[np.uint8]) -> Words:
-        """Elements [count] of a flattened dataset from `first` on, in the memory of `buffer`."""
+        """Read the elements [count] of a flattened dataset from `first` on into a buffer, and return them."""
         words: Words = buffer[: count * stored.item_bytes].view(f"u{stored.item_bytes}")
         self.read(words, stored.offset + first * stored.item_bytes)
         return words
 
     def read(self, words: Words, offset: int) -> None:
-        """Fill a contiguous array from the file at `offset` bytes; InputOutputError where it cannot be."""
+        """Fill a contiguous array from the file at `offset` bytes.
+
+        Raises:
+            InputOutputError: The file cannot be read, or is truncated.
+        """
         rest = memoryview(words.reshape(-1).view(np.uint8).data)
         while rest:
             try:
@@ -156,15 +184,16 @@ class TensorSource:
             rest, offset = rest[count:], offset + count
 
     def _read_runs(self, rows: Words, group: FlatRuns, stored: StoredTensor) -> None:
-        size, room = stored.item_bytes, self.buffer_bytes // _SPANS_A_BUFFER
+        """Read runs: in one operation, each by itself, or several with what is between them."""
+        size, span_bytes = stored.item_bytes, self.buffer_bytes // _SPANS_A_BUFFER
         offset = stored.offset + group.first * size
         if group.count == 1 or group.stride == group.length:
             self.read(rows, offset)
-        elif group.length * size >= _SIEVED_BYTES or group.stride * size > room:
+        elif group.length * size >= _SIEVED_BYTES or group.stride * size > span_bytes:
             for row in range(group.count):
                 self.read(rows[row], offset + row * group.stride * size)
         else:
-            step = max(1, room // (group.stride * size))
+            step = max(1, span_bytes // (group.stride * size))
             for row in range(0, group.count, step):
                 count = min(step, group.count - row)
                 span = np.empty((count - 1) * group.stride + group.length, rows.dtype)
@@ -176,23 +205,23 @@ class TensorSource:
 
 @contextmanager
 def open_tensors(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSource]:
-    """The file open for reading, without HDF5."""
+    """Open a checkpoint file for reading without HDF5, and close it after the block."""
     descriptor = os.open(path, os.O_RDONLY)
     if hasattr(os, "posix_fadvise"):
-        # The system reads ahead, farther than usual. Asked by POSIX_FADV_WILLNEED it would do so in small
-        # pages, which take it twice the time.
+        # The system reads ahead farther than usual. POSIX_FADV_WILLNEED would use small pages, which takes
+        # twice the time.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     readers = ThreadPoolExecutor(_READS, thread_name_prefix="read")
     try:
         yield TensorSource(path, descriptor, readers, buffer_bytes)
     finally:
-        # Nothing is read any more into memory that is let go, or from a file that is opened next.
+        # No thread may read into freed memory, or from a file that gets the same descriptor.
         readers.shutdown(cancel_futures=True)
         os.close(descriptor)
 
 
 def _is_direct(entry: TensorRange, box: TensorBox) -> bool:
-    """Whether a box is read to where it stays."""
+    """Return True if a box can be read into the memory of the values itself."""
     values = entry.values
     if not isinstance(values, Tensor) or not on_host(values.device) or entry.added:
         return False
@@ -200,7 +229,7 @@ def _is_direct(entry: TensorRange, box: TensorBox) -> bool:
 
 
 def _batches(pieces: Iterable[_Piece], least_bytes: int) -> Iterator[list[_Piece]]:
-    """Small pieces together: handing one over takes longer than reading it."""
+    """Yield batches of small pieces, since starting a task takes longer than reading a small piece."""
     batch: list[_Piece] = []
     size = 0
     for piece in pieces:
@@ -213,7 +242,8 @@ def _batches(pieces: Iterable[_Piece], least_bytes: int) -> Iterator[list[_Piece
         yield batch
 
 
-def _land(reading: Future[None], batch: Iterable[_Piece]) -> None:
+def _finish(reading: Future[None], batch: Iterable[_Piece]) -> None:
+    """Wait until a batch is read, and finish its pieces."""
     reading.result()
     for piece in batch:
-        piece.land()
+        piece.finish()

@@ -1,4 +1,4 @@
-"""Compare what a checkpoint file holds with the checksums stored in it."""
+"""Comparison of the tensors of a checkpoint with its checksums."""
 
 from __future__ import annotations
 
@@ -16,31 +16,42 @@ from hpctrain.errors import InputOutputError
 
 
 def verify(path: str | Path, group: Group) -> CheckpointIndex:
-    """Read every tensor, spread over the ranks, and compare it with its checksums; collective.
+    """Read all tensors of a checkpoint, compare them with their checksums, and return its index. Collective.
 
-    Returns the file's structure. Raises on all ranks InputOutputError if anything differs, naming it,
-    HpctrainError if the file is no checkpoint.
+    Each rank reads a share.
+
+    Raises:
+        HpctrainError: The file is not a checkpoint.
+        InputOutputError: A tensor differs, or as in `examine`. All ranks raise the same error.
     """
     structure = examine(Path(path), group)
-    every = [
+    all_pieces = [
         (stored, piece)
         for stored in structure.datasets.values()
         for piece in range(checksum.pieces(stored.elements))
     ]
-    first, last = (len(every) * rank // group.size for rank in (group.rank, group.rank + 1))
-    verify_pieces(structure, group, every[first:last])
+    first, last = (len(all_pieces) * rank // group.size for rank in (group.rank, group.rank + 1))
+    verify_pieces(structure, group, all_pieces[first:last])
     return structure
 
 
-def verify_pieces(structure: CheckpointIndex, group: Group, mine: Sequence[tuple[StoredTensor, int]]) -> None:
-    """Read whole the pieces (dataset, number) given on this rank and compare them; collective.
+def verify_pieces(
+    structure: CheckpointIndex, group: Group, pieces: Sequence[tuple[StoredTensor, int]]
+) -> None:
+    """Read pieces of datasets and compare them with their checksums. Collective.
 
-    Raises InputOutputError on all ranks, naming the file, the datasets and the elements.
+    Args:
+        structure: Index of the checkpoint.
+        group: The ranks.
+        pieces: Pieces that this rank reads, each as its dataset and its number there.
+
+    Raises:
+        InputOutputError: A piece of any rank differs. The message names file, datasets and elements.
     """
     damaged: dict[str, list[int]] = {}
     with raise_on_all_ranks(group), open_tensors(structure.path) as source:
         buffer = np.empty(0, np.uint8)
-        for stored, piece in mine:
+        for stored, piece in pieces:
             first = piece * checksum.PIECE
             count = min(checksum.PIECE, stored.elements - first)
             if buffer.size < count * stored.item_bytes:
@@ -51,16 +62,13 @@ def verify_pieces(structure: CheckpointIndex, group: Group, mine: Sequence[tuple
             if sums[piece] != structure.sums[stored.first_piece + piece]:
                 damaged.setdefault(stored.dataset, []).append(piece)
         if damaged:
-            datasets = structure.datasets
-            raise InputOutputError(
-                shorten_problems(
-                    [damage_message(structure.path, datasets[name], at) for name, at in damaged.items()]
-                )
-            )
+            of_datasets = [(structure.datasets[name], numbers) for name, numbers in damaged.items()]
+            problems = [damage_message(structure.path, *each) for each in of_datasets]
+            raise InputOutputError(shorten_problems(problems))
 
 
 def damage_message(path: Path, stored: StoredTensor, pieces: Sequence[int]) -> str:
-    """The sentence about a dataset whose pieces of these numbers differ from their checksums."""
+    """Return the message about a dataset whose pieces with these numbers differ from their checksums."""
     first = pieces[0] * checksum.PIECE
     last = min(first + checksum.PIECE, stored.elements) - 1
     more = f" (and {len(pieces) - 1} more pieces)" if len(pieces) > 1 else ""

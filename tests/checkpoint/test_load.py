@@ -142,7 +142,7 @@ def test_another_model_is_refused(world: World, mpi_tmp_path: Path, tensors: Ten
         f"{path}: /model/matrix: has shape [37, 19], expected [37, 20] (and 2 more differ)",
     )
     for name, tensor, message in (
-        ("half", torch.zeros(11), "holds float16, expected float32"),
+        ("half", torch.zeros(11), "has type float16, expected float32"),
         ("new", torch.zeros(2), "not in this checkpoint, expected with shape [2]"),
     ):
         with pytest.raises(HpctrainError) as error:
@@ -276,7 +276,7 @@ def test_checksums_that_lie_elsewhere_are_not_followed(world: World, tmp_path: P
 def test_datasets_of_other_types_are_damage(world: World, tmp_path: Path) -> None:
     path, group = tmp_path / "a.h5", world.single_rank_world().everyone
     save(path, group, [entry("a", torch.ones(3, dtype=torch.float64))], {})
-    with pytest.raises(InputOutputError, match=r"a\.h5: /model/a: holds float64, expected float32"):
+    with pytest.raises(InputOutputError, match=r"a\.h5: /model/a: has type float64, expected float32"):
         load(path, group, [entry("a", torch.ones(3))])
 
 

@@ -248,9 +248,9 @@ def test_memory_stays_within_the_buffer(
             alive += self.words.nbytes
             most = max(most, alive)
 
-        def land(self) -> None:
+        def finish(self) -> None:
             nonlocal alive
-            super().land()
+            super().finish()
             alive -= self.words.nbytes
 
     monkeypatch.setattr(tensor_source, "_Piece", Counted)
