@@ -53,7 +53,7 @@ class _Payload(Hook):
         self.bytes += done.payload
         self.tokens += done.result.tokens
 
-    told_of_step = after_step
+    after_step_alone = after_step
 
 
 def bench_communication(
@@ -109,7 +109,7 @@ def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[s
     trainer.hooks.append(payload)
     began = time.perf_counter()
     while trainer.state.step < deck.run.steps:
-        trainer.go_on(lambda step: step == deck.run.steps, lambda: False)
+        trainer.advance(lambda step: step == deck.run.steps, lambda: False)
     seconds = time.perf_counter() - began
     assert corpus.validation is not None
     loss = trainer.evaluate(corpus.validation, deck.run.evaluate_sequences)["loss"]

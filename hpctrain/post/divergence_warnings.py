@@ -62,7 +62,7 @@ class DivergenceWarnings(Hook):
             return
         self._skipped_steps = self._skipped_steps + 1 if done.result.skipped else 0
         step = done.state.step
-        for name, sentence in self._find_symptoms(step, done.result.figures):
+        for name, sentence in self._find_symptoms(step, done.result.metrics):
             symptom = self._symptoms.get(name)
             if symptom is None or step - symptom.last_step > WINDOW:
                 symptom = self._symptoms[name] = _Symptom(step, step, step)

@@ -145,12 +145,12 @@ class PolicyTrainer(Trainer):
 
     @property
     @override
-    def computing(self) -> int:
+    def computing_ranks(self) -> int:
         return len(self.placement.partition.policy)
 
     @property
     @override
-    def ranks(self) -> str:
+    def rank_description(self) -> str:
         return self.placement.description
 
     @property
@@ -159,27 +159,27 @@ class PolicyTrainer(Trainer):
         return self.placement.stage
 
     @override
-    def beside(self) -> OtherMemory:
+    def other_memory(self) -> OtherMemory:
         return OtherMemory(self.inference_stages, 0 if self.writer is None else self.writer.max_cache_bytes)
 
     @property
     @override
-    def settled(self) -> bool:
+    def can_stop(self) -> bool:
         return self.state.samples % self._per_rollout == 0
 
     @override
-    def used_up(self, samples: int) -> int:
+    def next_unused_sample(self, samples: int) -> int:
         # The rest of a rollout was written by the policy that the run abandons.
         return -(-samples // self._per_rollout) * self._per_rollout
 
     @property
     @override
-    def known(self) -> Mapping[str, object]:
+    def extra_state(self) -> Mapping[str, object]:
         return self._known
 
     @property
     @override
-    def evaluated(self) -> tuple[str, ...]:
+    def evaluation_metrics(self) -> tuple[str, ...]:
         # The loss is minus the reward, so that the lowest loss is the best.
         return "loss", "reward", "reward_deviation", "length", "ended"
 
@@ -313,11 +313,11 @@ class PolicyStep(Step):
         result, new_state = self.placement.broadcast_from(POLICY, (result, state))
         assert result is not None
         vars(state).update(vars(new_state))
-        metrics |= result.figures
+        metrics |= result.metrics
         if (critic_result := self.placement.broadcast_from(CRITIC, critic_result)) is not None:
-            metrics |= {f"{CRITIC}_{name}": value for name, value in critic_result.figures.items()}
+            metrics |= {f"{CRITIC}_{name}": value for name, value in critic_result.metrics.items()}
             metrics[f"{CRITIC}_grad_norm"] = critic_result.grad_norm
-        return replace(result, figures=metrics)
+        return replace(result, metrics=metrics)
 
 
 def _build_critic(deck: Deck, placement: ModelPlacement, is_new_run: bool) -> dict[str, Engine]:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what is stored, when they are kept, and how a run gets its state back."""
+"""The checkpoints of a run: their content, when they are written and kept, and how they are restored."""
 
 from __future__ import annotations
 
@@ -48,23 +48,35 @@ from hpctrain.train.stored_choices import computed_by
 
 
 class Checkpoints(Hook):
-    """Writes the state of the engines of a run into its folder, and reads it."""
+    """Hook that writes the checkpoints of a run into its folder, and restores the state of the run from them.
+
+    All methods are collective.
+
+    Attributes:
+        deck: The resolved deck.
+        engine: The engine.
+        extra_state: Further entries of the stored state, such as the description of the training data.
+        world: All ranks of the run.
+        folder: Folder of the checkpoints.
+        newest: Newest complete checkpoint, if any.
+        notes: Sentences for the user about the checkpoint that was restored.
+        best: Lowest loss so far, which decides on the best checkpoint.
+        longest: Seconds that the slowest checkpoint took from start to end.
+        layout: Sizes of the mesh, stage of ZeRO and number of replicas.
+        provenance: History of the run.
+        snapshots: Copies of recent states in memory.
+    """
 
     def __init__(
-        self, deck: Deck, engine: Engine, known: Mapping[str, Any], world: World | None = None
+        self, deck: Deck, engine: Engine, extra_state: Mapping[str, Any], world: World | None = None
     ) -> None:
-        """`deck` is resolved; `known` is what the files tell of the tokens that are trained on; `world` are
-        the run's ranks, where those of its engine are not all.
-
-        `heeded` will be sentences of what was noticed of a checkpoint that was read, on all ranks.
-        """
-        self.deck, self.engine, self.known = deck, engine, known
+        self.deck, self.engine, self.extra_state = deck, engine, extra_state
         self.world = engine.world if world is None else world
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
-        self.heeded: list[str] = []
+        self.notes: list[str] = []
         self.best = BestSoFar(deck)
-        self.longest = 0.0  # seconds from beginning to end of the slowest one so far
+        self.longest = 0.0
         replicas = {"replicas": deck.layout.replicas} if deck.layout.replicas > 1 else {}
         self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero, **replicas}
         self.provenance = Provenance(
@@ -76,11 +88,11 @@ class Checkpoints(Hook):
             computed_by(engine.stage.layer_context),
         )
         back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
-        self.held = SnapshotHistory(deck.checkpoint.memory_every, back)
+        self.snapshots = SnapshotHistory(deck.checkpoint.memory_every, back)
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None
-        self._held_up = 0.0
-        self._began = 0.0
+        self._paused_seconds = 0.0
+        self._start_time = 0.0
         self._step: int | None = None
         self._is_best = False
 
@@ -90,12 +102,12 @@ class Checkpoints(Hook):
         return self.deck.checkpoint.mode != "background" and needs_mpi(self.world.everyone)
 
     @property
-    def under_way(self) -> bool:
+    def is_writing(self) -> bool:
         """True if a checkpoint has been started and is not complete."""
         return self._pending is not None
 
     def expected_bytes(self) -> float:
-        """About the size of one. Collective."""
+        """Return the approximate size of a checkpoint, in bytes."""
         entries = training_entries(self.engine.state(), writing=True)
         here = sum(entry.values.nbytes / entry.copies for entry in entries)
         of_ranks: list[float] = self.world.everyone.all_gather_object(here)
@@ -106,13 +118,13 @@ class Checkpoints(Hook):
         return self._step == step
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint of the present state, or begin to; what another one still lacks comes first.
+        """Write a checkpoint of the present state, or start to write it in the background.
 
-        Collective, as all methods.
+        An unfinished checkpoint is completed first.
         """
         self.finish()
-        self._began, self._step = time.perf_counter(), state.step
-        self._is_best = self.best.wants(state.step)
+        self._start_time, self._step = time.perf_counter(), state.step
+        self._is_best = self.best.is_best_checkpoint(state.step)
         engine, checkpoint = self.engine, self.deck.checkpoint
         path, everyone = checkpoint_path(self.folder, state.step), self.world.everyone
         entries = training_entries(engine.state(), writing=True)
@@ -128,25 +140,25 @@ class Checkpoints(Hook):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
-        """Store first what the checkpoint under way still needs of what forward and backward change."""
+        """Copy what an unfinished checkpoint needs of the state that the passes of the step change."""
         if self._pending is not None:
             with self._timed():
                 self._pending.protect(update=False)
         yield
 
     def before_update(self) -> None:
-        """Store first what the checkpoint under way still needs of parameters and moments."""
+        """Copy what an unfinished checkpoint needs of the parameters and the optimizer state."""
         if self._pending is not None:
             with self._timed():
                 self._pending.protect()
 
-    def told_of_step(self, done: StepDone) -> None:
-        """Note the step for the history."""
+    def after_step_alone(self, done: StepDone) -> None:
+        """Record the loss for the history."""
         self.provenance.record(done.state.step, done.result.loss, done.result.grad_norm)
 
     def after_step(self, done: StepDone) -> None:
-        """Note the step for the history, and complete the checkpoint under way if it can be."""
-        self.told_of_step(done)
+        """Record the loss for the history, and complete an unfinished checkpoint if all ranks are ready."""
+        self.after_step_alone(done)
         self.poll()
 
     def due(self, step: int) -> bool:
@@ -156,10 +168,10 @@ class Checkpoints(Hook):
 
     def lacks_best(self, step: int) -> bool:
         """Return True if the state after a step is the best so far and has no checkpoint."""
-        return self.best.wants(step) and not self.has(step)
+        return self.best.is_best_checkpoint(step) and not self.has(step)
 
     def poll(self, wait: bool = False) -> None:
-        """Complete the checkpoint under way if all ranks have written theirs; call it between steps."""
+        """Complete an unfinished checkpoint if all ranks have written their parts (`wait`: wait for them)."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -171,38 +183,39 @@ class Checkpoints(Hook):
             self._pending = pending
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, if there is one."""
+        """Wait until an unfinished checkpoint is complete."""
         self.poll(wait=True)
 
-    def doubt(self, step: int) -> None:
-        """What is under way of the state after `step`, which has changed wrongly since, will not be there."""
+    def abandon(self, step: int) -> None:
+        """Discard an unfinished checkpoint of the state after `step`, since a fault has changed it."""
         if self._pending is not None and self._step == step:
             self._pending.abandon()
             self._pending = self._step = None
 
     def nonfinite_weight(self) -> NonFiniteWeight | None:
-        """Return the first weight, of those that a checkpoint would hold now, that is not finite."""
+        """Return the first weight that is not finite; None if there is none."""
         entries = training_entries(self.engine.state(), writing=True)
         return nonfinite_weight(self.world.everyone, entries)
 
-    def hold(self, state: TrainState) -> None:
-        """Keep a copy of the present state in memory, if one is due."""
-        if self.held.due(state.step):
-            self.held.take(state.step, self.engine.state(), self.stored(state))
+    def keep_snapshot(self, state: TrainState) -> None:
+        """Copy the present state in memory, if a copy is due."""
+        if self.snapshots.due(state.step):
+            self.snapshots.take(state.step, self.engine.state(), self.stored(state))
 
-    def give_back(self, held: StateSnapshot) -> TrainState:
-        """Have all state be again what it was when a copy of it was made."""
+    def restore_snapshot(self, snapshot: StateSnapshot) -> TrainState:
+        """Restore the state from a copy in memory. Return the counters of the run."""
         tensors = list(self.engine.state())
         await_readers(self.engine.stage.buckets)
-        held.restore(tensors)
+        snapshot.restore(tensors)
         replicas = next((each.shard.shape[0] for each in tensors if each.per_replica), 0)
-        return self._resume(held.stored, replicas, f"memory, step {held.step}")
+        return self._resume(snapshot.stored, replicas, f"memory, step {snapshot.step}")
 
     def restore(self, path: Path) -> TrainState:
-        """Read parameters, moments and state of a checkpoint that any number of ranks wrote.
+        """Restore the state from a checkpoint of any layout. Return the counters of the run.
 
-        HpctrainError on all ranks where another optimizer did, and this one is not to begin anew;
-        InputOutputError where the file does not tell how far the run had come.
+        Raises:
+            HpctrainError: The optimizer cannot use the stored state, and must not start anew.
+            InputOutputError: The file is damaged.
         """
         engine = self.engine
         structure = examine(path, self.world.everyone)
@@ -210,11 +223,11 @@ class Checkpoints(Hook):
         if missing := [key for key in asdict(TrainState()) if key not in state]:
             raise InputOutputError(f"{path}: damaged: its state lacks {missing[0]}")
         before = stored_deck(state, path)
-        wanted = list(engine.state())
+        tensors = list(engine.state())
         if anew := replaced_optimizer_state(self.deck, before, path):
-            wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
-            self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} starts with new state"]
-        entries, left = resumed_entries(wanted, structure.datasets)
+            tensors = [tensor for tensor in tensors if not tensor.kind.startswith(OPTIMIZER)]
+            self.notes = [f"{path}: holds {anew}; {self.deck.optimizer.name} starts with new state"]
+        entries, left = resumed_entries(tensors, structure.datasets)
         await_readers(engine.stage.buckets)
         kinds = {name: stored.kind for name, stored in structure.datasets.items()}
         adapted = {MODEL} if self.deck.model.adapters is not None else set[str]()
@@ -222,53 +235,60 @@ class Checkpoints(Hook):
         def kind(entry: TensorRange) -> str:
             return kinds.get(entry.dataset, entry.kind) if adapted else entry.kind
 
-        with in_types(entries, kind) as found:
-            load(structure, self.world.everyone, found, left=left | adapted)
+        with in_types(entries, kind) as converted:
+            load(structure, self.world.everyone, converted, left=left | adapted)
             remedy = "resume from an earlier checkpoint with `hpctrain resume CHECKPOINT`, or start again"
-            require_finite(self.world.everyone, path, found, remedy)
+            require_finite(self.world.everyone, path, converted, remedy)
         # State of frozen parameters is not used; a sentence about them follows.
         _, unsuitable = resumed_entries(
-            (tensor for tensor in wanted if tensor.resume_mode != "never"), structure.datasets
+            (tensor for tensor in tensors if tensor.resume_mode != "never"), structure.datasets
         )
         for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(unsuitable)))):
-            self.heeded.append(f"{path}: part of its {kind} does not fit this run and is initialized")
-        self.heeded += frozen_change(self.deck, before, path, engine.architecture)
+            self.notes.append(f"{path}: part of its {kind} does not fit this run and is initialized")
+        self.notes += frozen_change(self.deck, before, path, engine.architecture)
         if sentence := left_bias(self.deck, before, path):
-            self.heeded.append(sentence)
+            self.notes.append(sentence)
         self.newest = path
         if path.parent == self.folder:
             self._step = int(state["step"])
         return self._resume(state, stored_replicas(structure.datasets), str(path), bool(anew))
 
-    def _resume(self, state: Mapping[str, Any], replicas: int, origin: str, anew: bool = False) -> TrainState:
-        """Go on with what is there besides tensors, which are there by now; `replicas` were stored apart."""
+    def _resume(self, state: Mapping[str, Any], replicas: int, source: str, anew: bool = False) -> TrainState:
+        """Restore everything except tensors, which are restored already.
+
+        Args:
+            state: State of the checkpoint.
+            replicas: Number of diverged replicas in the checkpoint; 0 if it has one model.
+            source: Description of the checkpoint.
+            anew: True if the optimizer starts with new state.
+        """
         _resume_engine(self.engine, state, replicas, anew)
         for name, engine in self.engine.auxiliary_engines.items():
             _resume_engine(engine, state[AUXILIARY_MODELS][name], replicas, anew)
-        self.provenance.continue_from(state, origin)
+        self.provenance.continue_from(state, source)
         self.best.resume(state.get(RECORD))
         self._find_best()
         # Checkpoints of earlier versions do not have all counters.
         return TrainState(**{key: int(state.get(key, 0)) for key in asdict(TrainState())})
 
     def _find_best(self) -> None:
-        """Have the link `best` lead to the best one so far of a run that goes on, if it is there."""
+        """Point the link `best` of a resumed run to its best checkpoint, or remove the link."""
         if not self.best.keeps:
             return
-        path, everyone = checkpoint_path(self.folder, self.best.kept), self.world.everyone
-        if everyone.broadcast_object(_holds(path, self.best.record()) if everyone.rank == 0 else None):
+        path, everyone = checkpoint_path(self.folder, self.best.checkpoint_step), self.world.everyone
+        if everyone.broadcast_object(_holds(path, self.best.stored()) if everyone.rank == 0 else None):
             try_point_to(path, everyone, BEST)
             return
-        if self.best.kept and self.newest is not None and self.newest.parent == self.folder:
+        if self.best.checkpoint_step and self.newest is not None and self.newest.parent == self.folder:
             sentence = f"{path}: the best checkpoint is missing; the next evaluation sets a new best"
-            self.heeded.append(sentence)
-        self.best.lose()
+            self.notes.append(sentence)
+        self.best.forget_checkpoint()
         with raise_on_all_ranks(everyone):
             if everyone.rank == 0:
                 remove_link(self.folder, BEST)
 
     def _saved(self, path: Path) -> None:
-        """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
+        """Update the links when a checkpoint is complete, and delete old ones (`checkpoint.keep`)."""
         everyone, checkpoint = self.world.everyone, self.deck.checkpoint
         self.newest = path
         try_point_to(path, everyone)
@@ -276,10 +296,10 @@ class Checkpoints(Hook):
             try_point_to(path, everyone, BEST)
         with log_io_errors():
             delete_old_checkpoints(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
-        self.longest = max(self.longest, time.perf_counter() - self._began)
+        self.longest = max(self.longest, time.perf_counter() - self._start_time)
         sentence = "checkpoint %s written; training paused for %.2f s"
-        logging.getLogger("hpctrain").info(sentence, path, self._held_up)
-        self._held_up = 0.0
+        logging.getLogger("hpctrain").info(sentence, path, self._paused_seconds)
+        self._paused_seconds = 0.0
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -289,25 +309,25 @@ class Checkpoints(Hook):
             yield
         finally:
             ledger.phase = phase
-            self._held_up += time.perf_counter() - started
+            self._paused_seconds += time.perf_counter() - started
 
     def stored(self, state: TrainState) -> dict[str, Any]:
         """Return the content of a checkpoint without its tensors."""
         engine = self.engine
-        companions = {name: _stored_engine(each) for name, each in engine.auxiliary_engines.items()}
-        if self.world is not engine.world:  # others may have them
-            told = self.world.everyone.all_gather_object(companions)
-            companions = {name: each for some in told for name, each in some.items()}
+        models = {name: _stored_engine(each) for name, each in engine.auxiliary_engines.items()}
+        if self.world is not engine.world:  # auxiliary models may be on other ranks
+            models_of_ranks = self.world.everyone.all_gather_object(models)
+            models = {name: each for some in models_of_ranks for name, each in some.items()}
         return {
             **asdict(state),
             **_stored_engine(engine),
-            **({AUXILIARY_MODELS: companions} if companions else {}),
-            **({RECORD: self.best.record()} if self.best.of else {}),
+            **({AUXILIARY_MODELS: models} if models else {}),
+            **({RECORD: self.best.stored()} if self.best.of else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
             "products": engine.stage.layer_context.products.kernels.stored_choices,
             "compiled": engine.stage.layer_context.functions.library_checksums,
-            **self.known,
+            **self.extra_state,
             "ranks": self.world.size,
             "code_version": __version__,
             **self.provenance.stored(state.step),
@@ -328,11 +348,11 @@ def _stored_engine(engine: Engine) -> dict[str, Any]:
 
 
 def _resume_engine(engine: Engine, state: Mapping[str, Any], replicas: int, anew: bool) -> None:
-    """Have an engine, whose tensors are there, go on with the rest of its state."""
+    """Restore the state of an engine except its tensors, which are restored already."""
     engine.stage.optimizer.totals = {} if anew else state.get("totals") or {}
     engine.stage.optimizer.publish()
     engine.stage.optimizer.updates = 0 if anew else int(state["updates"])
-    # By how many updates what is under way was begun, those that begin anew do not tell.
+    # Update numbers of synchronizations in flight are meaningless if the count of updates starts anew.
     under_way = {} if anew else state.get("under_way") or {}
     engine.stage.replica_sync.resume(engine.stage.optimizer, replicas, under_way)
     if engine.control.loss_scale.window and state["loss_scale"] is not None:
@@ -350,6 +370,6 @@ def _holds(path: Path, record: Mapping[str, Any]) -> bool:
     if not record["kept"] or not is_complete(path):
         return False
     state, names = examine(path).state, ("of", "kept", "kept_loss")
-    own = state.get(RECORD)
-    same = isinstance(own, dict) and all(own.get(name) == record[name] for name in names)
+    stored = state.get(RECORD)
+    same = isinstance(stored, dict) and all(stored.get(name) == record[name] for name in names)
     return same and state["step"] == record["kept"]

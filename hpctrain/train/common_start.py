@@ -11,7 +11,7 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 from hpctrain.fault_checks.fingerprint import Fingerprint
 from hpctrain.sharding.state import MODEL
-from hpctrain.train.compared_run import ComparedRun, part_at
+from hpctrain.train.compared_run import ComparedRun, first_difference
 from hpctrain.train.corpus_comparison import CORPUS
 from hpctrain.train.divergence import Rounding, StepComparison, StepDifference
 from hpctrain.train.fingerprints import Print, StepPrints
@@ -45,7 +45,7 @@ def recorded_alike(one: ComparedRun, other: ComparedRun) -> bool:
 def recorded_part(one: ComparedRun, other: ComparedRun) -> int | None:
     """The first step whose recorded loss or norm differ: in a bit where these tell, else beyond rounding."""
     rounding = max(ROUNDING[run.deck.precision.compute] for run in (one, other))
-    return part_at(one, other, 0.0 if recorded_alike(one, other) else rounding)
+    return first_difference(one, other, 0.0 if recorded_alike(one, other) else rounding)
 
 
 def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
@@ -106,9 +106,9 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
         if step not in equal:
             equal[step] = all(each.equal for each in compare_files(world, one, other, step))
         return CommonStart(step, equal[step], later, recorded)
-    if one.from_nothing and other.from_nothing and one.path.is_dir() and other.path.is_dir():
+    if one.is_complete and other.is_complete and one.path.is_dir() and other.path.is_dir():
         for run in (one, other):
-            if 0 in run.turns:  # its steps had other samples than follow from nothing
+            if 0 in run.rollbacks:  # its steps had other samples than follow from nothing
                 raise HpctrainError(
                     f"{run.path}: returned to its beginning and skipped samples there, so that its steps "
                     "can only be replayed from checkpoints, but the runs have none in common; compare "

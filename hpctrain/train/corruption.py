@@ -134,7 +134,7 @@ class Guard(StepGuard, Hook):
         if not faults and not totals:
             return  # it was only told wrong, which is for those who look at messages to tell
         if not faults:
-            faults = [_of_figures([row[1] for row in rows], everyone.ranks)]
+            faults = [_of_metrics([row[1] for row in rows], everyone.ranks)]
         raise SilentFaultError(self._step, list(dict.fromkeys(faults)), not any(row[2] for row in rows))
 
     def _sent(self) -> list[DetectedFault]:
@@ -142,8 +142,8 @@ class Guard(StepGuard, Hook):
         return [] if self._messages is None else self._messages.collect_faults()
 
 
-def _of_figures(digests: Sequence[int], ranks: Sequence[int]) -> DetectedFault:
-    """What there is to tell where ranks have other figures of a step, or had when they told each other."""
+def _of_metrics(digests: Sequence[int], ranks: Sequence[int]) -> DetectedFault:
+    """What there is to tell where ranks have other metrics of a step, or had when they told each other."""
     counts = Counter(digests).most_common(2)
     right = counts[0][0] if len(counts) == 1 or counts[0][1] > counts[1][1] else None
     wrong = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != right]

@@ -98,7 +98,7 @@ def evaluate(
     for file, each in zip(files, counted, strict=True):
         tell = partial(_tell, say if world.rank == 0 else lambda _: None, file)
         # A module's own loss may count nothing in a part.
-        found = mean_figures(step, each, deck.model.loss is None, tell, reference)
+        found = mean_metrics(step, each, deck.model.loss is None, tell, reference)
         told = {"tokens": str(file), "sequences": each.sequences}
         told |= {} if deck.objective.kind in PREFERENCE_KINDS else {"predicted": each.tokens}
         rows.append(told | each.metrics(**found))
@@ -117,40 +117,40 @@ def evaluate(
         show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", escaped(where)]))
 
 
-def mean_figures(
+def mean_metrics(
     step: Step,
     held_out: HeldOut,
     in_parts: bool,
     say: Callable[[int, int], None] = lambda *_: None,
     reference: Step | None = None,
 ) -> dict[str, float]:
-    """Return the objective's figures, means over tokens or pairs. Collective.
+    """Return the objective's metrics, means over tokens or pairs. Collective.
 
     Args:
         step: evaluates the model.
         held_out: what the model is evaluated on.
         in_parts: True to evaluate only as many sequences at a time as ranks have memory for.
         say: called every few seconds with the number of sequences that are done, and of all.
-        reference: evaluates the model that the figures compare with, for an objective that has one.
+        reference: evaluates the model that the metrics compare with, for an objective that has one.
     """
     batches, told = held_out.batches, time.monotonic()
     most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     if not in_parts:
         most = held_out.sequences
-    totals, figures, count = dict[str, float](), dict[str, float](), 0.0
+    totals, metrics, count = dict[str, float](), dict[str, float](), 0.0
     for first in range(0, held_out.sequences, most):
         size = min(most, held_out.sequences - first)
         part = Batches(SampleWindow(batches.source, first, size), 0)
         if reference is not None:
             part = with_reference_of(reference, part)
-        figures, _, counted = step.evaluate_settled(part, size)
+        metrics, _, counted = step.evaluate_with_counts(part, size)
         if counted:
-            totals = {name: totals.get(name, 0.0) + value * counted for name, value in figures.items()}
+            totals = {name: totals.get(name, 0.0) + value * counted for name, value in metrics.items()}
         count += counted
         if time.monotonic() - told > SECONDS_PER_LINE:
             told = time.monotonic()
             say(first + size, held_out.sequences)
-    means = {name: total / count for name, total in totals.items()} if count else figures
+    means = {name: total / count for name, total in totals.items()} if count else metrics
     return {name: mean for name, mean in means.items() if name not in step.engine.auxiliary_loss_names}
 
 

@@ -42,7 +42,7 @@ class FaultRecovery:
         trainer, way, step = self.way.trainer, self.way, found.step
         self._note(found)
         if not found.state_unchanged:
-            way.checkpoints.doubt(trainer.state.step)
+            way.checkpoints.abandon(trainer.state.step)
             source = way.newest(trainer.state.step)
             if source is None:
                 why = f"step {step}: no valid state to restore, in memory or on disk"

@@ -65,13 +65,13 @@ class Print:
 @dataclass(frozen=True)
 class StepPrints:
     """Those of a step, in their order, the same on all ranks; of each sample, by number, a hash; the step's
-    figures, which are among the prints, by name.
+    metrics, which are among the prints, by name.
     """
 
     step: int
     prints: list[Print]
     samples: Mapping[int, int] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def by_key(self) -> dict[Key, Print]:
         """By phase and name."""
@@ -157,8 +157,8 @@ class Fingerprints(Hook):
         self._number("reduction", NORM, result.grad_norm, _LAST)
         self._number("update", RATE, result.learning_rate, -_LAST)
         self._state("update")
-        figures = {LOSS: result.loss, NORM: result.grad_norm, RATE: result.learning_rate}
-        self.last = self._shared(done.state.step, figures)
+        metrics = {LOSS: result.loss, NORM: result.grad_norm, RATE: result.learning_rate}
+        self.last = self._shared(done.state.step, metrics)
         self._rows = None
 
     def _row(self, phase: str, name: str, place: tuple[float, float]) -> _LocalPrint:
@@ -290,7 +290,7 @@ class Fingerprints(Hook):
                 )
                 self._piece(row, shard, values, offset, copy)
 
-    def _shared(self, step: int, figures: Mapping[str, float]) -> StepPrints:
+    def _shared(self, step: int, metrics: Mapping[str, float]) -> StepPrints:
         """What all ranks have looked at. Collective."""
         assert self._rows is not None
         everyone, own = self.engine.world.everyone, self._rows
@@ -321,7 +321,7 @@ class Fingerprints(Hook):
             )
             for number, key in enumerate(keys)
         ]
-        return StepPrints(step, prints, {number: each for rank in samples for number, each in rank}, figures)
+        return StepPrints(step, prints, {number: each for rank in samples for number, each in rank}, metrics)
 
 
 def fingerprints(trainer: Trainer) -> StepPrints:

@@ -1,4 +1,4 @@
-"""What watches a run, and when it is called: hooks observe, and change no bit of what is computed."""
+"""Hooks: observers of a run. A hook never changes a bit of what the run computes."""
 
 from __future__ import annotations
 
@@ -13,47 +13,57 @@ from hpctrain.train.step import StepResult, TrainState
 
 @dataclass
 class StepDone:
-    """A step that was made: its result, the state after it, and this rank's seconds, of which it spent
-    `computing` outside of communication, and payload in bytes. `evaluated` are figures of each set that was
-    evaluated after it, by name, the loss among them; `went_back` is why the run went back to the state before
-    it, if it did.
+    """A completed step, as hooks receive it.
+
+    Attributes:
+        result: Result of the step.
+        state: State of the run after the step.
+        seconds: Seconds of this rank.
+        compute_seconds: Seconds of this rank outside of communication.
+        payload: Number of bytes that this rank has sent.
+        evaluated: Metrics of each set that was evaluated after the step, by set and metric.
+        rollback_cause: Spike because of which the run returned to the state before this step; None if it did
+            not.
     """
 
     result: StepResult
     state: TrainState
     seconds: float
-    computing: float
+    compute_seconds: float
     payload: int = 0
     evaluated: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    went_back: Spike | None = None
+    rollback_cause: Spike | None = None
 
 
 class Hook:
-    """Called by the trainer and the run at these points, in a fixed order, on all ranks alike.
+    """Methods that the trainer and the run call at fixed points, in the order of the hooks.
 
-    Each method may be collective; what one does not care for does nothing.
+    All ranks call them, so each method may be collective, except `after_step_alone`. By default they do
+    nothing.
     """
 
     def around_step(self, step: int) -> AbstractContextManager[object]:  # noqa: ARG002
-        """What surrounds the making of a step, from reading its samples to the update."""
+        """Return the context in which step `step` is made, from reading its samples to the update."""
         return nullcontext()
 
     def before_update(self) -> None:
-        """Parameters and moments are about to change, by gradients that are summed and finite."""
+        """Act before a step changes parameters and moments. The reduced gradients are finite."""
 
     def after_step(self, done: StepDone) -> None:
-        """A step was made."""
+        """Act after a step."""
 
-    def told_of_step(self, done: StepDone) -> None:
-        """A step was made at which rank 0 is alone, and calls this alone: in a run with servers ranks meet
-        where something is due, and only then `after_step` comes instead.
+    def after_step_alone(self, done: StepDone) -> None:
+        """Act after a step on rank 0 only.
+
+        In a run with servers, ranks synchronize only where an evaluation or a checkpoint is due. After such a
+        step `after_step` is called on all ranks, after any other step this method on rank 0.
         """
 
-    def before_going_back(self) -> None:
-        """All state is about to be that of an earlier step."""
+    def before_rollback(self) -> None:
+        """Act before the run returns to the state of an earlier step."""
 
     def after_save(self) -> None:
-        """A checkpoint was written, or begun."""
+        """Act after a checkpoint was written or started."""
 
     def at_end(self, order: StepDecision) -> None:
-        """No other step comes: all are done, or `order` says to stop. Its checkpoints are complete."""
+        """Act after the last step. All checkpoints are complete, and `order` tells why the run stops."""

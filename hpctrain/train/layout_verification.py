@@ -54,7 +54,7 @@ from hpctrain.train.layout_difference import TOLERANCE, LayoutDifference, differ
 from hpctrain.train.layout_state import StatePiece, residuals, spread_positions, state_pieces
 from hpctrain.train.module_probe import ProbeFinding, probe, shared_memory
 from hpctrain.train.outputs import in_order_of, outputs_of
-from hpctrain.train.plain_torch_step import bare_module, call_in, losses_of, plain_figures, plain_module
+from hpctrain.train.plain_torch_step import bare_module, call_in, losses_of, plain_module, plain_step
 from hpctrain.train.scaled_down_deck import (
     MICRO_SIZE,
     batch_of,
@@ -120,7 +120,7 @@ def compare(
 
     Returns:
         The same list on all ranks, in the order of the computation: parameters, then of each step the loss
-        and other figures, gradients from the last layer to the first and their norm, then parameters and
+        and other metrics, gradients from the last layer to the first and their norm, then parameters and
         other state at the end; of a module also what its parts give in the first step.
     """
     batch = {"global_size": batch_of(deck, mesh)}
@@ -311,7 +311,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         if not sums.pieces:  # the update was skipped
             sums.before_update()
         results |= _outputs(given, data)
-        results |= {f"{name}{step}": _number(value) for name, value in result.figures.items()}
+        results |= {f"{name}{step}": _number(value) for name, value in result.metrics.items()}
         results[f"tokens{step}"] = _number(result.tokens)
         results |= {
             f"statistics of {name}{step}": _Computed(each)
@@ -405,7 +405,7 @@ def _of_own_code(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed], di
     micro-batches of the first of so many data ranks; loss and gradients.
     """
     weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
-    own = plain_figures(trainer, weights, min(ranks, _WATCHED))
+    own = plain_step(trainer, weights, min(ranks, _WATCHED))
     outputs = {
         name: each
         for number, given in enumerate(own.outputs)
@@ -465,7 +465,7 @@ def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
             yield segment.parameter.shard, segment.view(flat)
 
 
-def _is_figure(name: str) -> bool:
+def _is_metric(name: str) -> bool:
     """Return True for the name of a figure of a step, such as its loss."""
     others = ("gradient", "parameter", "statistics", "tokens", "output")
     return not name.startswith(others) and not is_state(name)
@@ -482,8 +482,8 @@ def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
     names = {name}
     if name.startswith("gradient") or is_state(name):
         names |= {re.sub(r"\.(query|key)\.", ".value.", name)} & expected.keys()
-    if _is_figure(name):
+    if _is_metric(name):
         second = name.endswith(_SECOND_STEP)
-        names |= {each for each in expected if _is_figure(each) and each.endswith(_SECOND_STEP) == second}
+        names |= {each for each in expected if _is_metric(each) and each.endswith(_SECOND_STEP) == second}
     values = [expected[each].values for each in names]
     return max((float(each.double().abs().max()) for each in values if each.numel()), default=0.0)

@@ -117,7 +117,7 @@ class MemoryLedger(Hook):
         self.accounts: list[MemoryAccount] = []
         """What was measured: of each stage of the pipeline, the rank that held most. Empty before the end."""
 
-    def held(self) -> MemoryAccount:
+    def measure(self) -> MemoryAccount:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
         beside, world = self.beside(), self.engine.world
         trained = [engine.stage for engine in trained_engines(self.engine)]
@@ -142,7 +142,7 @@ class MemoryLedger(Hook):
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""
         world = self.world
-        everyone = world.everyone.all_gather_object((self.stage, self.held()))
+        everyone = world.everyone.all_gather_object((self.stage, self.measure()))
         self.accounts = [
             max((account for at, account in everyone if at == number), key=_fullness)
             for number in range(len(self.predicted.stages))

@@ -64,7 +64,7 @@ class Mirrors(Hook):
                 rounds = max(1, every // 2)
                 self.mirror.begin(entries, self.checkpoints.stored(done.state), step, rounds)
 
-    def before_going_back(self) -> None:
+    def before_rollback(self) -> None:
         """What was mirrored is of steps that are given up."""
         self.mirror.invalidate()
 

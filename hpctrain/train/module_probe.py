@@ -153,8 +153,8 @@ def _additive(
     joined = torch.cat(parts)
     if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=_EXACT, atol=_EXACT):
         return
-    figures = [losses(each)(made).metrics for each, made in zip(batches, given, strict=True)]
-    sums = [float(each[0]) for each in figures]
+    metrics = [losses(each)(made).metrics for each, made in zip(batches, given, strict=True)]
+    sums = [float(each[0]) for each in metrics]
     apart = sum(sums[1:])
     if abs(sums[0] - apart) > _EXACT * max(map(abs, sums)):
         factor = f"{sums[0] / apart:.4g} times" if apart else "not"
@@ -163,7 +163,7 @@ def _additive(
             f"{sums[0]:.6g}, {factor} that for the same one by one: it must return a sum and a count, "
             "not a mean"
         )
-    counts = [float(each[1]) for each in figures if len(each) > 1]
+    counts = [float(each[1]) for each in metrics if len(each) > 1]
     apart = sum(counts[1:])
     if counts and abs(counts[0] - apart) > _EXACT * max(map(abs, counts)):
         yield ProbeFinding(

@@ -20,7 +20,7 @@ from hpctrain.train.outputs import outputs_of
 from hpctrain.train.trainer import Trainer
 
 
-class PlainFigures(NamedTuple):
+class PlainStep(NamedTuple):
     """The loss of a step, what the parts of a module give for its first micro-batches, and the gradient of
     each parameter that is trained, by name: as before an update, of each that was expected to be counted. Of
     what was counted are loss and norm.
@@ -53,7 +53,7 @@ def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn
     return module
 
 
-def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int = 1) -> PlainFigures:
+def plain_step(trainer: Trainer, weights: Mapping[str, Tensor], watched: int = 1) -> PlainStep:
     """Of the next step of a trainer on one rank, which has these `weights`; outputs of its first `watched`
     micro-batches.
     """
@@ -72,19 +72,19 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
             with outputs_of({module: lambda: True} if number < watched else {}) as given:
                 losses = losses_of(engine, micro)(call(micro.fields))
             outputs += [given] if number < watched else []
-            sums += torch.stack([figure.double() for figure in losses.metrics])
+            sums += torch.stack([metric.double() for metric in losses.metrics])
             losses.total.backward()
-    figures = {
+    metrics = {
         name: total / count for name, total in zip(engine.objective.metrics, sums.tolist(), strict=True)
     }
-    counted = engine.objective.normalize(figures)
+    counted = engine.objective.normalize(metrics)
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / count
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
     norm = float(sum(gradient.square().sum() for gradient in gradients.values())) ** 0.5 / counted
-    return PlainFigures(figures["loss"], outputs, gradients, norm)
+    return PlainStep(metrics["loss"], outputs, gradients, norm)
 
 
 def call_in(engine: Engine, module: nn.Module) -> ModuleCall:

@@ -18,7 +18,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.hdf5 import format_of
 from hpctrain.report.metric_rows import METRICS_FILE, read_metrics
 from hpctrain.text import counted
-from hpctrain.train.compared_run import known_spikes, left_sentence
+from hpctrain.train.compared_run import known_spikes, rollback_sentence
 from hpctrain.train.rollback_history import find_rollback
 
 
@@ -100,7 +100,7 @@ def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorde
             if against is None
             else ""
         )
-        raise HpctrainError(f"{left_sentence(path, back)}, so no recorded step continues from it{there}")
+        raise HpctrainError(f"{rollback_sentence(path, back)}, so no recorded step continues from it{there}")
     beside = _in_states((each for each in states if find_rollback(each, spikes) is None), step, source)
     following = _following(losses({"losses": rows}), step)
     if metrics is None or (beside.losses and not following):

@@ -40,27 +40,29 @@ class Rollback:
         """Have the run's state be that one; what it was begun with."""
         checkpoints, state = self.checkpoints, self.trainer.state
         for hook in self.trainer.hooks:
-            hook.before_going_back()
-        before = checkpoints.restore(source) if isinstance(source, Path) else checkpoints.give_back(source)
-        vars(state).update(vars(before))
-        checkpoints.held.discard_after(before.step)
+            hook.before_rollback()
+        restored = (
+            checkpoints.restore(source) if isinstance(source, Path) else checkpoints.restore_snapshot(source)
+        )
+        vars(state).update(vars(restored))
+        checkpoints.snapshots.discard_after(restored.step)
         if self.trainer.guard is not None:
             self.trainer.guard.forget()
-        self.reporter.went_back(before.step)
-        return before
+        self.reporter.record_rollback(restored.step)
+        return restored
 
     def save(self) -> None:
         """Write a checkpoint of the present state at once: who resumes the run from here on finds it."""
         self.reporter.working("checkpointing")
         self.checkpoints.save(self.trainer.state)
         self.checkpoints.finish()
-        self.reporter.saved(self.checkpoints.newest)
+        self.reporter.record_checkpoint(self.checkpoints.newest)
 
     def _good(self, latest: int, oldest_first: bool) -> Iterator[Source]:
         self.checkpoints.finish()
         paths = list_checkpoints(self.checkpoints.folder, self.trainer.world.everyone, present=True)
         sources: list[tuple[int, Source]] = [(checkpoint_step(path) or 0, path) for path in paths]
-        sources += [(held.step, held) for held in self.checkpoints.held.all]
+        sources += [(held.step, held) for held in self.checkpoints.snapshots.all]
         # Of the same step what is in memory is quicker, and stands behind.
         for step, source in sorted(sources, key=lambda each: each[0])[:: 1 if oldest_first else -1]:
             if step <= latest and self._is_good(source):

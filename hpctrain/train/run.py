@@ -1,4 +1,4 @@
-"""The run: from a deck to a trained model, its checkpoints and its figures."""
+"""The run: from a deck to a trained model, its checkpoints and its metrics."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ from hpctrain.watch.statuses import is_done
 class Run:
     """What a run of a deck is, on the ranks of the world: what it computes with, from `trainer.state` on.
 
-    `heeded` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's;
+    `notes` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's;
     `routing` is there where routers' choices are written down or followed, `planned` where a step's seconds
     are; `held_out` is what it is evaluated on.
     """
@@ -88,7 +88,7 @@ class Run:
     folder: RunFolder
     predicted: MemoryPlan
     limit: TimeLimit | None
-    heeded: tuple[str, ...]
+    notes: tuple[str, ...]
     routing: RoutingRecorder | None = None
     planned: PlannedSeconds | None = None
     held_out: tuple[HeldOut, ...] = ()
@@ -109,7 +109,7 @@ class Run:
         if world.everyone.broadcast_object(self.checkpoints.through_mpi):  # of roles others may write none
             require_parallel_files(world, folder)
         seconds = None if self.planned is None else StepSeconds(self.trainer, self.planned)
-        where, beside = (folder, world, self.trainer.stage), self.trainer.beside
+        where, beside = (folder, world, self.trainer.stage), self.trainer.other_memory
         memory = MemoryLedger(engine, self.trainer.activations, self.predicted, *where, seconds, beside)
         with world.agreement():
             if world.rank == 0:
@@ -118,14 +118,16 @@ class Run:
         if newest is not None:
             bring_references(world, newest.parent.parent, folder)
         reporter = Reporter(world, deck, state.step, newest)
-        world.hang.report_to(folder, reporter.hangs)
+        world.hang.report_to(folder, reporter.record_hang)
         try:
             world.ledger.activity = "measuring the processors"
             peak = PeakFlops(world, deck, folder)
             peak.find()
             if world.rank == 0:  # others may have no part of the model
-                reporter.say(introduction(deck, engine, self.corpus, peak.flops, state, self.trainer.ranks))
-            stays, *others = self.heeded
+                reporter.say(
+                    introduction(deck, engine, self.corpus, peak.flops, state, self.trainer.rank_description)
+                )
+            stays, *others = self.notes
             reporter.say(line for line in (stays, *opening, *others) if line)
             if world.rank == 0 and (ended := decay_ended(deck, state.step)):
                 reporter.log.warning("%s", ended)
@@ -149,7 +151,7 @@ class Run:
             for hook in self.trainer.hooks:
                 hook.at_end(order)
         except BaseException as error:
-            reporter.failed(error, self.checkpoints.newest)
+            reporter.record_failure(error, self.checkpoints.newest)
             raise
         finally:
             gc.unfreeze()
@@ -199,7 +201,7 @@ class Loop:
     def run(self, control: Control) -> StepDecision:
         """All steps; the last order, which says whether to stop."""
         while self.trainer.state.step < self.steps:
-            if why := self.checkpoints.best.impatience:
+            if why := self.checkpoints.best.reason_to_stop:
                 self.save_unless_there()
                 control.forget()
                 return StepDecision(why=why, early=True)
@@ -216,7 +218,7 @@ class Loop:
         """Carry out requests and make the next step. Return an order to stop, or None."""
         state = self.trainer.state
         order = self._asked or StepDecision()
-        if self.trainer.settled and self._asked is None:
+        if self.trainer.can_stop and self._asked is None:
             order = control.agree(self.peak.exceeded)
         if order.measure:
             self.peak.measure_again()
@@ -228,8 +230,8 @@ class Loop:
             control.saved()
         if order.stop:
             return order
-        self.hold()
-        self.trainer.go_on(self.meets, control.pending)
+        self.keep_snapshot()
+        self.trainer.advance(self.meets, control.pending)
         if self.back.wanted is not None:
             self.back.go()
         elif self.back.stop:
@@ -269,11 +271,11 @@ class Loop:
         with self.trainer.world.agreement():
             raise HpctrainError(f"{self.deck.run.dir}: {reason}; {cause}")
 
-    def hold(self) -> None:
+    def keep_snapshot(self) -> None:
         """Keep a copy of the present state in memory, if one is due."""
-        if self.checkpoints.held.due(self.trainer.state.step):
+        if self.checkpoints.snapshots.due(self.trainer.state.step):
             self._require_rest()
-            self.checkpoints.hold(self.trainer.state)
+            self.checkpoints.keep_snapshot(self.trainer.state)
 
     def _require_rest(self) -> None:
         """Check the state for silent faults before it is kept or written. Collective."""
@@ -290,7 +292,7 @@ class Loop:
         self._require_rest()
         self.reporter.working("checkpointing")
         self.checkpoints.save(self.trainer.state)
-        self.reporter.saved(self.checkpoints.newest)
+        self.reporter.record_checkpoint(self.checkpoints.newest)
         for hook in self.trainer.hooks:
             hook.after_save()
 
@@ -301,7 +303,7 @@ class Loop:
             self.limit,
             time.monotonic(),
             evaluates=self.evaluation.due(self.trainer.state.step + 1),
-            writing=self.checkpoints.under_way,
+            writing=self.checkpoints.is_writing,
         )
 
 
@@ -372,10 +374,10 @@ def open_run(
     world.ledger.activity = "preparing the trainer"
     try:
         trainer = make(TrainerParts(deck, engine, corpus, checkpoint, fill, seat))
-        checkpoints.known = {**checkpoints.known, **trainer.known}
+        checkpoints.extra_state = {**checkpoints.extra_state, **trainer.extra_state}
         if deck.objective.kind in REFERENCE_KINDS:
             held_out, known = refer(trainer.step, corpus, held_out, folder.path, checkpoint)
-            checkpoints.known = {**checkpoints.known, **known}
+            checkpoints.extra_state = {**checkpoints.extra_state, **known}
     except BaseException:
         folder.close()
         raise
@@ -385,9 +387,9 @@ def open_run(
         routing = RoutingRecorder(engine, trainer.state, recorded, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
-    heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared, seconds)
+    notes = (stays, checked, started_from, *checkpoints.notes, follows, *compared, seconds)
     return Run(
-        deck, corpus, trainer, checkpoints, folder, predicted, limit, heeded, routing, planned, held_out
+        deck, corpus, trainer, checkpoints, folder, predicted, limit, notes, routing, planned, held_out
     )
 
 
@@ -418,9 +420,9 @@ def _open_served(
         trainer.begin(checkpoints.restore(checkpoint))
     source = deck.model.source if checkpoint is None else None
     started_from = checkpoints.start_from(deck) if source is not None else ""
-    heeded = (stays, started_from, *checkpoints.heeded, *compared)
+    notes = (stays, started_from, *checkpoints.notes, *compared)
     folder = RunFolder(world, deck)
-    return Run(deck, corpus, trainer, checkpoints, folder, predicted, limit, heeded, held_out=held_out)
+    return Run(deck, corpus, trainer, checkpoints, folder, predicted, limit, notes, held_out=held_out)
 
 
 def run_deck(

@@ -33,7 +33,7 @@ from hpctrain.train.common_start import (
     recorded_part,
     require_comparable,
 )
-from hpctrain.train.compared_run import ComparedRun, figures_apart, load_run
+from hpctrain.train.compared_run import ComparedRun, load_run, loss_difference
 from hpctrain.train.corpus_comparison import require_same_source
 from hpctrain.train.divergence import Rounding, StepComparison, StepDifference, first_of, parameter_of
 from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
@@ -75,12 +75,12 @@ def compare(
     steps: int | None,
     replays: bool,
     show: Callable[[str], None],
-    figures: bool = False,
+    records_only: bool = False,
     trust: CodeTrust = CodeTrust(),  # noqa: B008 - nothing is trusted
 ) -> int:
     """Show on rank 0 how two runs differ, and where they part; the exit code. Collective.
 
-    0 where they differ by no more than rounding, 1 where they do; with `figures` alone, always 0.
+    0 where they differ by no more than rounding, 1 where they do; with `records_only` alone, always 0.
     HpctrainError on all ranks where they cannot be compared.
     """
 
@@ -95,7 +95,7 @@ def compare(
     tell(side_by_side(_record(one), _record(other), columns()))
     damaged = [f"Skipped: {each}" for run in (one, other) for each in run.damaged]
     tell([line for each in damaged for line in ("", *fit(each, columns()))])
-    if figures:
+    if records_only:
         return EXIT_DONE
     parts = recorded_part(one, other)
     alike = recorded_alike(one, other)
@@ -153,8 +153,8 @@ def _record(run: ComparedRun) -> RunRecord:
 
 def _count(one: ComparedRun, other: ComparedRun, start: CommonStart, wanted: int | None) -> int:
     """How many steps to replay: to where records or checkpoints differ, and the next checkpoint behind it."""
-    most = min(run.deck_behind(start.step).run.steps for run in (one, other)) - start.step
-    turns = [turn for run in (one, other) if (turn := run.turn(start.step)) is not None]
+    most = min(run.deck_after(start.step).run.steps for run in (one, other)) - start.step
+    turns = [turn for run in (one, other) if (turn := run.next_rollback(start.step)) is not None]
     most = min(most, *(turn - start.step for turn in turns), most)
     if most < 1:
         raise HpctrainError(
@@ -172,7 +172,7 @@ def _count(one: ComparedRun, other: ComparedRun, start: CommonStart, wanted: int
 def _here(world: World, run: ComparedRun, step: int) -> tuple[Deck, str]:
     """The deck of a run's steps behind `step` on these ranks, and what is to be said of its layout."""
     with world.agreement():
-        deck = run.deck_behind(step)
+        deck = run.deck_after(step)
         require_trusted(deck, run.path, run.trust)
         refuse_other_order(deck)
         problems = world_problems(deck, world.size)
@@ -206,7 +206,7 @@ def _turns(runs: Sequence[ComparedRun], start: CommonStart, count: int) -> list[
     return [
         f"The replay ends there, because {run.path} returned to step {end} and skipped samples."
         for run in runs
-        if run.turn(start.step) == end
+        if run.next_rollback(start.step) == end
     ]
 
 
@@ -220,7 +220,7 @@ def _replay(
 ) -> ReplayedRun:
     """Replay `count` steps of a run, or fewer, where one tells to stop. Collective."""
     known = run.stored_at(start.step)
-    state, before = known.state, run.deck_behind(start.step)
+    state, before = known.state, run.deck_after(start.step)
     # What was measured is the checkpoint's, whose run may have been on another layout than the steps behind.
     earlier = stored_deck(state, known.path)
     with world.agreement():
@@ -228,7 +228,7 @@ def _replay(
             deck.with_keys(run={"noise_scale_steps": 0}), earlier, state, known.path
         )
     path = known.path if start.step in run.stored else None
-    following = [each for step, each in run.figures.items() if step > start.step]
+    following = [each for step, each in run.step_losses.items() if step > start.step]
     recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))
     with engine_of(world, changed, path) as opened:
         reasons = reasons_of(opened, before, changed, state, recorded, count)
@@ -256,8 +256,8 @@ def _told(
 ) -> bool:
     """Tell of a step that was replayed; the replay goes on."""
     prints = replay.steps[-1]
-    here, known = _figures(prints), replay.run.figures.get(prints.step)
-    gap = "" if known is None else f"{figures_apart(known, here):.1e}"
+    here, known = _recorded_loss(prints), replay.run.step_losses.get(prints.step)
+    gap = "" if known is None else f"{loss_difference(known, here):.1e}"
     texts = [_loss(None if each is None else each) for each in (known, here)]
     what = "" if differs is None else f"{differs.phase}: {differs.told} ({size_text(differs.size)})"
     gap = "equal" if gap == "0.0e+00" else gap
@@ -265,15 +265,15 @@ def _told(
     return False
 
 
-def _figures(prints: StepPrints) -> RecordedLoss:
+def _recorded_loss(prints: StepPrints) -> RecordedLoss:
     """Those of a replayed step."""
-    return RecordedLoss(prints.step, finite(prints.figures[LOSS]), finite(prints.figures[NORM]))
+    return RecordedLoss(prints.step, finite(prints.metrics[LOSS]), finite(prints.metrics[NORM]))
 
 
-def _loss(figures: RecordedLoss | None) -> str:
-    if figures is None:
+def _loss(record: RecordedLoss | None) -> str:
+    if record is None:
         return "-"
-    return "not finite" if figures.loss is None else f"{figures.loss:.10f}"
+    return "not finite" if record.loss is None else f"{record.loss:.10f}"
 
 
 def _departure(world: World, replay: ReplayedRun, quiet: Set[str]) -> Departure:
@@ -283,10 +283,10 @@ def _departure(world: World, replay: ReplayedRun, quiet: Set[str]) -> Departure:
     step, known, here = None, None, None
     largest = 0.0
     for prints in replay.steps:
-        recorded, replayed = run.figures.get(prints.step), _figures(prints)
+        recorded, replayed = run.step_losses.get(prints.step), _recorded_loss(prints)
         if recorded is None:
             continue
-        gap = figures_apart(recorded, replayed)
+        gap = loss_difference(recorded, replayed)
         largest = max(largest, gap)
         if gap > allowed and step is None:
             step, known, here = prints.step, recorded, replayed

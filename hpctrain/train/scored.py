@@ -31,14 +31,14 @@ Finding = Callable[[Any, Tensor, Tensor], Tensor]
 class _ScoreRecorder:
     """What is found of a micro-batch, as an objective's losses are computed, which here are none."""
 
-    def __init__(self, targets: Tensor, figures: int, find: Finding) -> None:
-        self.targets, self.figures, self.find = targets, figures, find
+    def __init__(self, targets: Tensor, metrics: int, find: Finding) -> None:
+        self.targets, self.metrics, self.find = targets, metrics, find
         self.found: Tensor | None = None
 
     def __call__(self, head: Any, hidden: Tensor) -> Losses:
         self.found = self.find(head, hidden, self.targets)
         nothing = self.found.new_zeros(())
-        return Losses(nothing, (nothing,) * self.figures)
+        return Losses(nothing, (nothing,) * self.metrics)
 
 
 def log_probabilities_of(
@@ -73,11 +73,11 @@ def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Te
     engine, data = step.engine, step.engine.mesh
     rank, ranks = data.coordinate("data"), data.size("data")
     micro_batches = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size)).micro_batches
-    one, figures = torch.ones((), device=engine.world.device), len(engine.objective.metrics)
+    one, metrics = torch.ones((), device=engine.world.device), len(engine.objective.metrics)
     prepared, kept = [], []
     for micro in micro_batches:
         inputs = step.prepare(micro, one, None).inputs
-        kept.append(_ScoreRecorder(inputs.fields["targets"].t(), figures, find))
+        kept.append(_ScoreRecorder(inputs.fields["targets"].t(), metrics, find))
         prepared.append(PreparedBatch(inputs, kept[-1]))
     ledger = engine.world.ledger
     ledger.phase = "evaluation"

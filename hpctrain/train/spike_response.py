@@ -34,7 +34,7 @@ class SpikeResponse(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """See what is to be done about a step that was a spike."""
-        done.went_back, self._told = self._told, None
+        done.rollback_cause, self._told = self._told, None
         spike = done.result.spike
         if spike is None:
             return
@@ -59,7 +59,7 @@ class SpikeResponse(Hook):
         assert spike is not None
         state, spikes, way = self.trainer.state, self.spikes, self.way
         log, record = logging.getLogger("hpctrain"), spikes.record
-        samples = self.trainer.used_up(state.samples)
+        samples = self.trainer.next_unused_sample(state.samples)
         source = way.newest(state.step - self.trainer.deck.stability.spike_back) or way.oldest(state.step - 1)
         if source is None:
             spikes.record_spike(spike)

@@ -1,4 +1,4 @@
-"""The step: from a step's number to updated parameters and one row of figures."""
+"""The optimizer step: from the counters of a run to updated parameters and the metrics of the step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
 
 @dataclass
 class TrainState:
-    """Counters of what a run has done so far; with parameters and moments, all that a resumed run needs.
+    """Counters of a run. With parameters and optimizer state, they are all that a resumed run needs.
 
-    `samples` and `tokens` count those of all ranks, `skipped` the steps without an update. `skipped_in_a_row`
-    counts the last of these, without steps for which the loss scale was perhaps only too high.
+    Attributes:
+        step: Number of steps.
+        samples: Number of samples over all ranks.
+        tokens: Number of tokens over all ranks.
+        skipped: Number of steps without an update.
+        skipped_in_a_row: Number of these since the last update, except steps for which the loss scale may
+            only have been too high.
     """
 
     step: int = 0
@@ -39,12 +44,21 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on all ranks: figures of objective and layers by name, norm before clipping, of
-    replicas that are apart the mean; what layers noted, see Noted; and in a run with servers how many pushes
-    had a staleness of 0, 1, and so on. `spike` is what kept it from its update, if it was one.
+    """Result of one step, the same on all ranks.
+
+    Attributes:
+        metrics: Metrics of the objective and of the layers, by name.
+        grad_norm: Gradient norm before clipping; the mean over replicas that have diverged.
+        learning_rate: Learning rate of the update.
+        batch: Number of sequences over all ranks.
+        tokens: Number of predicted tokens over all ranks.
+        skipped: True if the step made no update.
+        statistics: Values that layers have recorded, by name (see StepStatistics).
+        staleness: In a run with servers, number of pushes with a staleness of 0, 1, and so on.
+        spike: Spike because of which the update was skipped, if any.
     """
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
     grad_norm: float
     learning_rate: float
     batch: int
@@ -57,7 +71,7 @@ class StepResult:
     @property
     def loss(self) -> float:
         """Mean loss per token, in nats."""
-        return self.figures["loss"]
+        return self.metrics["loss"]
 
 
 class ReadBatches(NamedTuple):
@@ -66,7 +80,7 @@ class ReadBatches(NamedTuple):
     Attributes:
         micro_batches: Micro-batches of this rank.
         predicted: Number of tokens to be predicted.
-        real: Number of tokens that are not padding: layers' terms are means over these.
+        real: Number of tokens that are not padding. Auxiliary losses are means over these.
     """
 
     micro_batches: list[MicroBatch]
@@ -74,8 +88,25 @@ class ReadBatches(NamedTuple):
     real: int
 
 
+class EvaluationResult(NamedTuple):
+    """Metrics of an evaluation, the same on all ranks.
+
+    Attributes:
+        metrics: Metrics by name.
+        tokens: Number of predicted tokens.
+        denominator: Number of items that the metrics are means over: tokens, or what the objective counts.
+    """
+
+    metrics: dict[str, float]
+    tokens: int
+    denominator: float
+
+
 ChoicesOf = Callable[[range, int], RoutingChoices | None]
-"""Of a micro-batch of so many rows, of which the first are the samples of these numbers: see Inputs."""
+"""Function that returns the routing choices of a micro-batch.
+
+Its arguments are the numbers of the samples, and the number of rows. Rows after the samples are padding.
+"""
 
 
 class StepGuard(ABC):
@@ -106,8 +137,20 @@ class StepGuard(ABC):
 
 
 class Step:
-    """One optimizer step on the engine's mesh. `choices` tells of routers' choices in training; `before_pass`
-    may look at the micro-batches that this rank is about to train on.
+    """One optimizer step on the engine's mesh.
+
+    Attributes:
+        engine: The engine.
+        batches: Samples of the steps.
+        micro_size: Number of rows of a micro-batch.
+        clip: Gradient norm above which gradients are clipped; 0 for no clipping.
+        seed: Seed of the dropout masks.
+        choices: Returns the routing choices to record or to follow, if any.
+        guard: Checks each step for silent faults, if any.
+        shift: Number of data ranks by which the share of samples that this rank reads is shifted.
+        before_pass: Called with the micro-batches that this rank is about to train on, if set.
+        local_tokens: Number of tokens that this rank predicts in the step, or in its first micro-batch if
+            that one alone is used for the noise scale.
     """
 
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
@@ -115,13 +158,11 @@ class Step:
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
         self.choices: ChoicesOf | None = None
         self.guard: StepGuard | None = None
-        self.shift = 0  # what is read is the share of another rank, so much further on
+        self.shift = 0
         self.before_pass: Callable[[Sequence[MicroBatch]], None] | None = None
-        self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
-        self.auxiliary_loss_names, self.draws = (
-            engine.auxiliary_loss_names,
-            engine.architecture.uses_random_numbers,
-        )
+        self.local_tokens = 0
+        self.auxiliary_loss_names = engine.auxiliary_loss_names
+        self.uses_random_numbers = engine.architecture.uses_random_numbers
         self.replica, self.replicas = engine.stage.replica
         self.data, self.data_rank = engine.mesh.group("data"), engine.mesh.coordinate("data")
         self.replica_sync = engine.stage.replica_sync if engine.stage.diverges else None
@@ -139,28 +180,31 @@ class Step:
     def __call__(
         self, state: TrainState, batch: int, before_update: Callable[[], None] = lambda: None
     ) -> StepResult:
-        """Train on samples `state.samples .. + batch` and advance `state`.
+        """Train on `batch` samples from number `state.samples` on, and advance `state`. Collective.
 
-        `before_update` is called on all ranks before parameters and moments change.
+        Args:
+            state: Counters of the run.
+            batch: Number of samples over all data ranks.
+            before_update: Called on all ranks before parameters and moments change.
         """
         engine, stage, control = self.engine, self.engine.stage, self.engine.control
         sums, read = self.accumulate(state, batch)
         tokens = read.predicted
-        noted = {} if stage.statistics is None else stage.statistics.reduce(engine.world.everyone)
+        statistics = {} if stage.statistics is None else stage.statistics.reduce(engine.world.everyone)
         squares = sums.new_zeros(self.replicas)
         squares[self.replica] = local_square_norm(stage.buckets)
-        figures, totals = self.agree(torch.cat((sums, squares)), read)
+        metrics, totals = self.agree(torch.cat((sums, squares)), read)
         if self.guard is not None:
             self.guard.require_sound(totals)
-        # In single precision no layout's order of the sum shows.
+        # Rounding to fp32 hides that other layouts add the squares in another order.
         roots = [
             float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-self.replicas :]
         ]
-        counted = engine.objective.normalize(figures)
+        counted = engine.objective.normalize(metrics)
         norms = [root / control.loss_scale.value / counted for root in roots]
         engine.world.ledger.phase = "step"
-        finite = all(map(isfinite, (*figures.values(), *norms)))
-        loss, norm = figures["loss"], fmean(norms)
+        finite = all(map(isfinite, (*metrics.values(), *norms)))
+        loss, norm = metrics["loss"], fmean(norms)
         spike = None
         if control.spikes.enabled:
             spike = control.spikes.find_spike(state.step + 1, loss, norm, state.samples, batch)
@@ -170,17 +214,17 @@ class Step:
             if control.spikes.enabled:
                 control.spikes.add_step(loss, norm)
             if control.noise_scale.steps:
-                figures |= self.noise_scale(totals[-1], tokens, batch)
+                metrics |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[self.replica], self.clip)
             stage.optimizer.step(rate, control.loss_scale.value * counted / clipped)
             if self.replica_sync is not None and (
-                sums_of_replicas := self.replica_sync.after_update(stage.optimizer)
+                replica_squares := self.replica_sync.after_update(stage.optimizer)
             ):
-                squares = engine.world.everyone.all_reduce(torch.stack(list(sums_of_replicas.values())))
-                figures |= zip(sums_of_replicas, squares.sqrt().tolist(), strict=True)
+                squares = engine.world.everyone.all_reduce(torch.stack(list(replica_squares.values())))
+                metrics |= zip(replica_squares, squares.sqrt().tolist(), strict=True)
             for each in stage.module_state.statistics_users:
-                each.after_update(noted)
+                each.after_update(statistics)
         scaled, scale_can_fall = control.loss_scale.value, control.loss_scale.can_fall
         control.loss_scale.update(finite)
         stage.synchronizer.end_step(updated, control.loss_scale.value / scaled)
@@ -193,7 +237,7 @@ class Step:
             state.skipped_in_a_row = 0
         elif finite or not (isfinite(loss) and scale_can_fall):
             state.skipped_in_a_row += 1
-        return StepResult(figures, norm, rate, batch, tokens, not updated, noted, spike=spike)
+        return StepResult(metrics, norm, rate, batch, tokens, not updated, statistics, spike=spike)
 
     @property
     def has_samples(self) -> bool:
@@ -215,10 +259,10 @@ class Step:
         return self.read(self.batches.step(state.samples, batch, *self.share, self.micro_size))
 
     def accumulate(self, state: TrainState, batch: int) -> tuple[Tensor, ReadBatches]:
-        """Sum the gradients of samples `state.samples .. + batch`.
+        """Sum the gradients of `batch` samples from number `state.samples` on. Collective.
 
         Returns:
-            This rank's sums of figures and terms, fp64; and what was read for them.
+            This rank's sums of metrics and auxiliary losses in fp64, and what it has read.
         """
         engine = self.engine
         read = self.read_share(state, batch)
@@ -226,7 +270,7 @@ class Step:
         if self.before_pass is not None:
             self.before_pass(micro_batches)
         measured = micro_batches if engine.stage.synchronizer.noise_norm is None else micro_batches[:1]
-        self.own_tokens = sum(map(engine.objective.count, measured))
+        self.local_tokens = sum(map(engine.objective.count, measured))
         scale, auxiliary_loss_scale = (
             torch.full((), engine.control.loss_scale.value / count, device=engine.world.device)
             for count in (max(1, read.predicted), max(1, read.real))
@@ -235,7 +279,7 @@ class Step:
             self.prepare(
                 micro,
                 scale,
-                self.dropout_source(state, index) if self.draws else None,
+                self.dropout_source(state, index) if self.uses_random_numbers else None,
                 auxiliary_loss_scale,
                 None if self.choices is None else self.choices_of(self.choices, state, index, micro),
             )
@@ -248,24 +292,29 @@ class Step:
         return sums, read
 
     def noise_scale(self, squares: float, tokens: int, batch: int) -> dict[str, float]:
-        """Figures of the gradient noise scale after a step whose gradients add up to so many `squares`; none
-        where it is not measured. Collective.
+        """Return the metrics of the gradient noise scale; {} if it is not measured. Collective.
 
-        A data rank's gradients are sums over its own tokens, divided by the tokens of all. Square norms of
-        the means that these make, weighted by tokens, are on average that of a batch of as many tokens as the
-        ranks that have any have in the mean, however uneven these are. One rank alone measures the first
-        micro-batch.
+        The estimate compares the square norm of the whole gradient with that of a part of the batch. The
+        gradients of a data rank are sums over its tokens, divided by the tokens of all ranks. The mean of the
+        square norms of the ranks' mean gradients, weighted by tokens, is on average that of a batch with the
+        mean number of tokens of the ranks that have any. With one data rank, its first micro-batch is the
+        part.
+
+        Args:
+            squares: Square norm of the reduced gradients.
+            tokens: Number of predicted tokens over all ranks.
+            batch: Number of sequences over all ranks.
         """
         engine = self.engine
         average, measured = engine.control.noise_scale, engine.stage.synchronizer.norm_estimators
         if not measured:
             return {}
-        ratio = tokens / self.own_tokens if self.own_tokens else 0.0
+        ratio = tokens / self.local_tokens if self.local_tokens else 0.0
         own = torch.stack([each.squares for each in measured]).sum() * ratio
         if engine.stage.synchronizer.noise_norm is not None:
             small, parts = float(own) * ratio, ratio
         else:
-            sums = torch.stack((own, torch.full_like(own, self.own_tokens > 0)))
+            sums = torch.stack((own, torch.full_like(own, self.local_tokens > 0)))
             small, ranks = engine.world.everyone.all_reduce(sums).tolist()
             parts = ranks * engine.mesh.size("data") / engine.world.size
         if parts > 1 and isfinite(small):
@@ -274,18 +323,16 @@ class Step:
         return average.metrics(tokens / batch)
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
-        """Figures of the first `sequences` sequences, the same on all ranks, of the outer model."""
-        return self.evaluate_counted(batches, sequences)[0]
+        """Return the metrics of the first `sequences` sequences, the same on all ranks. Collective.
 
-    def evaluate_counted(self, batches: Batches, sequences: int) -> tuple[dict[str, float], int]:
-        """The same, and of how many tokens that are predicted."""
-        figures, tokens, _ = self.evaluate_settled(batches, sequences)
-        return figures, tokens
+        Replicas that have diverged evaluate the model that they have in common.
+        """
+        return self.evaluate_with_counts(batches, sequences).metrics
 
-    def evaluate_settled(self, batches: Batches, sequences: int) -> tuple[dict[str, float], int, float]:
-        """The same, and of how many these are means: tokens, or what the objective counts instead.
+    def evaluate_with_counts(self, batches: Batches, sequences: int) -> EvaluationResult:
+        """Evaluate as `evaluate` does, and return the counts over which the metrics are means. Collective.
 
-        Where no token is to be predicted the objective's figures are NaN, and the count is 0.
+        If there is no token to predict, the metrics of the objective are NaN and the counts are 0.
         """
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
@@ -301,18 +348,21 @@ class Step:
             self.engine.stage.pass_context(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)
-        figures, _ = self.agree(sums, read)
-        counted = self.engine.objective.normalize(figures)
+        metrics, _ = self.agree(sums, read)
+        counted = self.engine.objective.normalize(metrics)
         ledger.phase = "other"
-        if not learns(tokens, figures["loss"]):
+        if not learns(tokens, metrics["loss"]):
             own = set(self.engine.objective.metrics)
-            return {name: nan if name in own else value for name, value in figures.items()}, 0, 0.0
-        return figures, tokens, max(1, tokens) * counted
+            return EvaluationResult(
+                {name: nan if name in own else value for name, value in metrics.items()}, 0, 0.0
+            )
+        return EvaluationResult(metrics, tokens, max(1, tokens) * counted)
 
     def read(self, micro_batches: Iterator[MicroBatch]) -> ReadBatches:
         """Read all micro-batches, and count tokens over the data ranks. Collective.
 
-        What one rank cannot read, or must not trust, is an error on all ranks.
+        Raises:
+            HpctrainError: A rank cannot read its samples, or they are damaged; raised on all ranks.
         """
         with self.engine.world.agreement():
             read = list(micro_batches)
@@ -336,8 +386,8 @@ class Step:
         )
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
-        """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
-        if not self.draws:
+        """Return the source of dropout masks of this rank's micro-batch. They depend on its samples."""
+        if not self.uses_random_numbers:
             return None
         first = self.first_sample(state, micro_batch)
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
@@ -351,19 +401,19 @@ class Step:
         return choices(range(first, first + micro.present), rows)
 
     def first_sample(self, state: TrainState, micro_batch: int) -> int:
-        """The number of the first sample of this rank's micro-batch."""
+        """Return the number of the first sample of this rank's micro-batch."""
         number, shares = self.share
         index = micro_batch * shares + number
         return state.samples + index * self.micro_size
 
     def agree(self, sums: Tensor, read: ReadBatches) -> tuple[dict[str, float], list[float]]:
-        """Add the executor's sums, and what follows them, over all ranks, by one small all-reduce.
+        """Reduce the executor's sums, and any values after them, over all ranks by one small all-reduce.
 
-        Of those that compute on the same tokens, and so have the same figures, one counts.
+        Ranks that compute on the same tokens have the same sums, so only one of them contributes.
 
         Returns:
-            Figures, the objective's a mean over the tokens to be predicted, layers' terms a mean over the
-            real tokens of what was `read`; and all sums.
+            The metrics and all reduced sums. Metrics of the objective are means over the predicted tokens in
+            `read`, auxiliary losses are means over its real tokens.
         """
         engine, own = self.engine, self.engine.objective.metrics
         if not self.counts_tokens:
@@ -371,8 +421,8 @@ class Step:
             sums[: len(own)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()
         counts = [max(1, read.predicted)] * len(own) + [max(1, read.real)] * len(self.auxiliary_loss_names)
-        figures = zip((*own, *self.auxiliary_loss_names), totals, counts, strict=False)
-        return {name: total / count for name, total, count in figures}, totals
+        metrics = zip((*own, *self.auxiliary_loss_names), totals, counts, strict=False)
+        return {name: total / count for name, total, count in metrics}, totals
 
 
 def learns(tokens: int, loss: float) -> bool:

@@ -52,7 +52,7 @@ class Pace(Hook):
         """Note how long it took."""
         self.steps.append(done.seconds)
 
-    told_of_step = after_step
+    after_step_alone = after_step
 
     def reason_to_stop(
         self, limit: TimeLimit | None, now: float, evaluates: bool = False, writing: bool = False

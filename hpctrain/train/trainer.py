@@ -1,7 +1,7 @@
-"""The trainer: what a run computes with, and the one way to make its next step.
+"""The trainer: the engine of a run, its samples and its hooks.
 
-The run, its replay, the check of a layout and the benchmarks of training all step through it, so that what
-is verified and what is measured is what runs, with all that watches it.
+The run, its replay, the layout check and the training benchmarks all make their steps with a trainer. So the
+code that is checked and measured is the code that trains, including all hooks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ from hpctrain.watch.stragglers import StragglerDetector, TimeComparison, work_of
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What a trainer is made of: the deck and its engine, the samples, and the checkpoint that its run goes
-    on from, if any. `fill`, which is collective, gives the engine and its companions their state, that of the
-    checkpoint, or of the model that the run starts from; and returns how far that is. `seat` is this rank's.
+    """Values from which the trainer of a run is made.
+
+    Attributes:
+        deck: The deck.
+        engine: Engine of the deck, without state.
+        corpus: Training data.
+        checkpoint: Checkpoint from which the run resumes, if any.
+        fill: Collective function that loads the state of the engine and of its auxiliary models from the
+            checkpoint, or from the model that the run starts from. It returns the counters of the checkpoint,
+            None for a new run.
+        seat: Placement of this rank's model.
     """
 
     deck: Deck
@@ -43,9 +51,15 @@ class TrainerParts:
 
 
 class Trainer:
-    """An engine, the samples that it learns from, how far it is, and the hooks that watch it, in their order.
+    """An engine, the samples that it learns from, its progress, and its hooks in their order.
 
-    `activations` is the first of these.
+    Attributes:
+        deck: The deck.
+        engine: The engine.
+        state: Counters of the steps and samples so far.
+        step: Makes one step.
+        activations: First hook, which measures the memory of activations.
+        hooks: All hooks.
     """
 
     def __init__(self, deck: Deck, engine: Engine, batches: Batches, state: TrainState | None = None) -> None:
@@ -64,25 +78,25 @@ class Trainer:
             self.hooks.append(guard)
 
     def close(self) -> None:
-        """End what it has started; nothing can be trained afterwards."""
+        """Release the resources of the trainer. It must not be used afterwards."""
 
     def make_step(self, batches: Batches) -> Step:
-        """What makes its steps."""
+        """Return the object that makes the steps."""
         return step_of(self.deck, self.engine, batches)
 
     @property
-    def settled(self) -> bool:
-        """Whether a run that ends here goes on with the same bits."""
+    def can_stop(self) -> bool:
+        """True if a run that stops now resumes with the same bits."""
         return True
 
     @property
-    def known(self) -> Mapping[str, object]:
-        """What checkpoints are to keep besides what any run's do."""
+    def extra_state(self) -> Mapping[str, object]:
+        """Entries of a checkpoint's state that only this kind of trainer stores."""
         return {}
 
     @property
-    def evaluated(self) -> tuple[str, ...]:
-        """Names of the figures of an evaluation."""
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of an evaluation."""
         return self.engine.objective.metrics
 
     @property
@@ -91,11 +105,11 @@ class Trainer:
         return self.engine.world
 
     def next_batch(self) -> int:
-        """Sequences of the next step, by the deck."""
+        """Return the number of sequences of the next step."""
         return batch_at(self.deck.batch, self.state.step)
 
-    def used_up(self, samples: int) -> int:
-        """Where those go on that leave out all of so many samples."""
+    def next_unused_sample(self, samples: int) -> int:
+        """Return the first sample that a run can use next if it must skip the first `samples` samples."""
         return samples
 
     @property
@@ -104,41 +118,50 @@ class Trainer:
         return self.step.guard
 
     @property
-    def computing(self) -> int:
-        """How many of these compute."""
+    def computing_ranks(self) -> int:
+        """Number of ranks that compute gradients."""
         return self.world.size
 
     @property
-    def ranks(self) -> str:
-        """These in words."""
+    def rank_description(self) -> str:
+        """Number and layout of the ranks, for messages."""
         return f"{counted(self.world.size, 'rank')} ({sizes_text(self.engine.mesh.sizes)})"
 
     @property
-    def outcome(self) -> list[str]:
-        """What is to be said at the end besides what any run says, on rank 0."""
+    def outcome_lines(self) -> list[str]:
+        """Lines about the end of a run that only this kind of trainer prints, on rank 0."""
         return []
 
-    def beside(self) -> OtherMemory:
-        """What it has in memory besides its engine and companions of it."""
+    def other_memory(self) -> OtherMemory:
+        """Return the memory outside of the engine and its auxiliary models."""
         return OtherMemory()
 
     @property
     def stage(self) -> int:
-        """Which of the stages of a plan this rank is in."""
+        """Index of this rank's stage in a memory plan."""
         return self.engine.mesh.coordinate("pipeline")
 
     def stragglers(self, factor: float) -> TimeComparison:
-        """What finds ranks that are above `factor` times the median. Collective."""
+        """Return a comparison that finds ranks slower than `factor` times the median. Collective."""
         return StragglerDetector(self.engine.mesh, factor, work_of(self.engine.stage.models))
 
-    def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:  # noqa: ARG002
-        """Make the next step; where ranks do not go in step, all up to the next one after which something is
-        `due`, or until something is `asked` of a rank. Collective.
+    def advance(self, is_due: Callable[[int], bool], is_requested: Callable[[], bool]) -> None:  # noqa: ARG002
+        """Make the next step, or several if ranks train asynchronously. Collective.
+
+        Args:
+            is_due: Tells whether all ranks must synchronize after a step. Asynchronous ranks train up to
+                there.
+            is_requested: Tells whether this rank has received a request, such as a signal. Asynchronous ranks
+                then synchronize earlier.
         """
         self.train_step()
 
     def train_step(self, batch: int | None = None) -> StepResult:
-        """Make the next step, of `batch` sequences over all data ranks (default: the deck's). Collective."""
+        """Make the next step and call the hooks. Collective.
+
+        Args:
+            batch: Number of sequences over all data ranks; None for that of the deck.
+        """
         ledger = self.engine.world.ledger
         started, communicating, payload = time.perf_counter(), ledger.seconds, ledger.bytes
         with ExitStack() as watching:
@@ -147,16 +170,16 @@ class Trainer:
             batch = self.next_batch() if batch is None else batch
             result = self.step(self.state, batch, self._before_update)
         seconds = time.perf_counter() - started
-        computing, payload = seconds - (ledger.seconds - communicating), ledger.bytes - payload
-        done = StepDone(result, self.state, seconds, computing, payload)
+        compute_seconds = seconds - (ledger.seconds - communicating)
+        done = StepDone(result, self.state, seconds, compute_seconds, ledger.bytes - payload)
         for hook in self.hooks:
             hook.after_step(done)
         return result
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
-        """Figures of the first `sequences` sequences, see Step. Collective."""
+        """Return the metrics of the first `sequences` sequences (see `Step.evaluate`). Collective."""
         if self.engine.stage.replica_sync.common_model_differs:
-            self._before_update()  # the weights are others meanwhile
+            self._before_update()  # the evaluation uses other weights
         return self.step.evaluate(batches, sequences)
 
     def _before_update(self) -> None:
@@ -166,13 +189,14 @@ class Trainer:
 
 
 MakeTrainer = Callable[[TrainerParts], Trainer]
+"""Function that makes the trainer of a run. Collective."""
 
 
 def step_of(deck: Deck, engine: Engine, batches: Batches) -> Step:
-    """What makes a step of an engine by its deck."""
+    """Return the Step of an engine, with the settings of its deck."""
     return Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
 
 
-def make_trainer(beginning: TrainerParts) -> Trainer:
-    """The trainer of a run that learns from what there is."""
-    return Trainer(beginning.deck, beginning.engine, beginning.corpus.train, beginning.fill())
+def make_trainer(parts: TrainerParts) -> Trainer:
+    """Return the trainer of a run on a fixed data set."""
+    return Trainer(parts.deck, parts.engine, parts.corpus.train, parts.fill())

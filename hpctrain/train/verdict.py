@@ -10,7 +10,7 @@ from hpctrain.checkpoint.provenance import RecordedLoss
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.text import counted, fitted, ranges, table
 from hpctrain.train.common_start import CommonStart
-from hpctrain.train.compared_run import ComparedRun, figures_apart
+from hpctrain.train.compared_run import ComparedRun, loss_difference
 from hpctrain.train.divergence import Rounding, StepDifference, changed_between, first_of, unsummed
 from hpctrain.train.fingerprints import LOSS, NORM, PHASES, RATE, StepPrints
 from hpctrain.train.replay import ROUNDING
@@ -70,13 +70,13 @@ class ComparisonResult:
 
 def recorded_sentence(one: ComparedRun, other: ComparedRun, parts: int | None, alike: bool) -> str:
     """Where the recorded figures of two runs part."""
-    both = sorted(one.figures.keys() & other.figures.keys())
+    both = sorted(one.step_losses.keys() & other.step_losses.keys())
     if not both:
         return "No step is recorded in both runs."
     if parts is None:
         same = "equal, bit for bit" if alike else "equal up to rounding"
         return f"Recorded losses and gradient norms of {counted(len(both), 'common step')} are {same}."
-    gap = figures_apart(one.figures[parts], other.figures[parts])
+    gap = loss_difference(one.step_losses[parts], other.step_losses[parts])
     by = f"by {gap:.1e}" if isfinite(gap) else "one is not finite"
     before = [step for step in both if step < parts]
     until = f"are equal up to step {before[-1]}; " if before else "differ: "
@@ -149,7 +149,7 @@ def _rounds(departure: Departure) -> bool:
 
 def _own(found: ComparisonResult) -> str:
     """Whether the records come out again."""
-    known = any(each.step in run.figures for run in (found.one, found.other) for each in found.second)
+    known = any(each.step in run.step_losses for run in (found.one, found.other) for each in found.second)
     return ", and equal to both records" if known else ""
 
 
@@ -247,7 +247,7 @@ def _departed(found: ComparisonResult, departure: Departure) -> list[str]:
     lines = []
     if departure.step is not None and departure.recorded is not None and departure.replayed is not None:
         same = departure.recorded.loss == departure.replayed.loss
-        gap = figures_apart(departure.recorded, departure.replayed)
+        gap = loss_difference(departure.recorded, departure.replayed)
         by = f"by {gap:.1e}" if isfinite(gap) else "one of the two is not finite"
         place = f"its {'gradient norm' if same else 'loss'} of step {departure.step}"
         before = found.start.step >= departure.step - 1

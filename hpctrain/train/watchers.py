@@ -44,11 +44,11 @@ class SlowRanks(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """Compare the ranks' times where a window of steps is over."""
-        slow = self.stragglers.step(done.computing)
+        slow = self.stragglers.step(done.compute_seconds)
         if slow is not None:
             self.reporter.status.note(stragglers=[straggler.row() for straggler in slow])
 
-    told_of_step = after_step
+    after_step_alone = after_step
 
 
 class Evaluation(Hook):
@@ -66,18 +66,18 @@ class Evaluation(Hook):
         return bool(self.sets) and (step == self.run.steps or (every > 0 and step % every == 0))
 
     def after_step(self, done: StepDone) -> None:
-        """Enter the figures of all sets where an evaluation is due."""
+        """Enter the metrics of all sets where an evaluation is due."""
         if not self.due(done.state.step):
             return
         self.reporter.working("evaluating")
         started = time.perf_counter()
-        names = self.trainer.evaluated
+        names = self.trainer.evaluation_metrics
         done.evaluated = {
             each.name: each.metrics(**{name: value for name, value in found.items() if name in names})
             for each in self.sets
             for found in [self.trainer.evaluate(each.batches, each.sequences)]
         }
-        self.best.heed(done.state.step, done.evaluated)
+        self.best.add_evaluation(done.state.step, done.evaluated)
         self.reporter.status.note(
             evaluated={"step": done.state.step, "sets": done.evaluated},
             best={"of": self.best.of, "step": self.best.step, "loss": self.best.loss},
@@ -147,11 +147,11 @@ class StepReport(Hook):
         self.skipped = ""  # why the last step that made no update made none
 
     def after_step(self, done: StepDone) -> None:
-        """Warn of a skipped update; one row of figures, from rank 0."""
+        """Warn of a skipped update; one row of metrics, from rank 0."""
         with self.world.agreement():
-            self.told_of_step(done)
+            self.after_step_alone(done)
 
-    def told_of_step(self, done: StepDone) -> None:
+    def after_step_alone(self, done: StepDone) -> None:
         """As after any step, by this rank alone."""
         result, state = done.result, done.state
         if result.skipped:
@@ -185,7 +185,7 @@ class StepReport(Hook):
         return StepMetrics(
             step=done.state.step,
             tokens=total,
-            figures=result.figures,
+            metrics=result.metrics,
             grad_norm=result.grad_norm,
             lr=result.learning_rate,
             seconds=done.seconds,
@@ -195,7 +195,7 @@ class StepReport(Hook):
             epoch=batches.epoch(done.state.samples),
             epochs=batches.order.by_entry(done.state.samples) or None,
             loss_scale=engine.control.loss_scale.value if engine.control.loss_scale.window else None,
-            mfu=None if flops is None else self.peak.share(rate * flops / self.trainer.computing),
+            mfu=None if flops is None else self.peak.share(rate * flops / self.trainer.computing_ranks),
             peak_rss_bytes=peak_rss_bytes(),
             evaluated=done.evaluated,
             experts=None if load is None else load.row(),
@@ -204,19 +204,19 @@ class StepReport(Hook):
             emulated_link=self.deck.communication.emulate,
             staleness=result.staleness or None,
             spike=None if result.spike is None else result.spike.why,
-            went_back=None if done.went_back is None else asdict(done.went_back),
+            went_back=None if done.rollback_cause is None else asdict(done.rollback_cause),
         )
 
     def at_end(self, order: StepDecision) -> None:
         """Write down what was sent, and say how the run ended, or by what order it stops."""
         reporter, run, world = self.reporter, self.deck.run, self.world
         newest = self.checkpoints.newest
-        reporter.stepped()
+        reporter.close_progress()
         with world.agreement():
             if world.rank == 0:
                 world.ledger.write(self.folder / "ledger.json")
                 reporter.say(outcome(self.folder, run.trace, newest, self.state.skipped))
-                reporter.say(self.trainer.outcome)
+                reporter.say(self.trainer.outcome_lines)
                 reporter.say(self.memory.table())
                 reporter.say([] if self.memory.seconds is None else self.memory.seconds.table())
         if order.stop:
@@ -227,4 +227,4 @@ class StepReport(Hook):
         elif order.early:
             step = f"after step {self.state.step} of {run.steps}"
             reporter.say([f"ended {step}: {order.why}; continue with a higher run.patience, or 0"])
-        reporter.ended(newest, order.why, order.early)
+        reporter.record_end(newest, order.why, order.early)

@@ -22,7 +22,7 @@ class StepMetrics:
     Attributes:
         step: Number of steps that are done, with this one.
         tokens: Number of tokens of all these steps; with the user's own data set, of samples.
-        figures: Metrics of the objective by name, such as "loss" in nats per token.
+        metrics: Metrics of the objective by name, such as "loss" in nats per token.
         grad_norm: Norm of the gradient before clipping.
         lr: Learning rate.
         seconds: Wall time of the step.
@@ -47,7 +47,7 @@ class StepMetrics:
 
     step: int
     tokens: int
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     grad_norm: float
     lr: float
     seconds: float
@@ -71,15 +71,15 @@ class StepMetrics:
     @property
     def loss(self) -> float:
         """Mean loss per token, in nats."""
-        return self.figures["loss"]
+        return self.metrics["loss"]
 
     def row(self) -> Row:
         """Return the row of the metrics file, with the values that were measured."""
-        names = (each.name for each in fields(self) if each.name not in {"figures", "evaluated"})
+        names = (each.name for each in fields(self) if each.name not in {"metrics", "evaluated"})
         values = {name: getattr(self, name) for name in names}
         measured = {name: value for name, value in values.items() if value is not None}
         measured |= evaluation_keys(self.evaluated)
-        return {"step": self.step, "tokens": self.tokens, "loss": self.loss} | measured | dict(self.figures)
+        return {"step": self.step, "tokens": self.tokens, "loss": self.loss} | measured | dict(self.metrics)
 
     @property
     def validation_loss(self) -> float | None:
@@ -94,8 +94,8 @@ def evaluation_keys(evaluated: Mapping[str, Mapping[str, float]]) -> dict[str, f
     for the loss, and names such as `evaluation/NAME/perplexity`.
     """
     values: dict[str, float] = {}
-    for name, figures in evaluated.items():
-        for figure, value in figures.items():
+    for name, metrics in evaluated.items():
+        for figure, value in metrics.items():
             other = f"evaluation/{name}" + (f"/{figure}" if figure != "loss" else "")
             values[f"{VALIDATION}_{figure}" if name == VALIDATION else other] = value
     return values

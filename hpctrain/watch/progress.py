@@ -123,11 +123,11 @@ class Progress:
         elif metrics.step in {self.start + 1, self.steps} or metrics.step % self.log_every == 0:
             self._write(self._line(metrics) + "\n")
 
-    def evaluation(self, step: int, name: str, figures: Mapping[str, float]) -> str:
+    def evaluation(self, step: int, name: str, metrics: Mapping[str, float]) -> str:
         """Show the metrics of a set that was evaluated after a step. Return the line."""
         if name == VALIDATION:
-            self._validation = figures["loss"]
-        line = f"{self._count(step)}  {evaluation_line(name, figures)}"
+            self._validation = metrics["loss"]
+        line = f"{self._count(step)}  {evaluation_line(name, metrics)}"
         self.message(line)
         return line
 
@@ -170,14 +170,14 @@ class Progress:
         return f"step {step:>{len(str(self.steps))}}/{self.steps}"
 
     def _line(self, metrics: StepMetrics) -> str:
-        noise, figures = "", metrics.figures
-        if "gradient_noise" in figures:
-            scale = format_count(figures["noise_scale"]) if "noise_scale" in figures else "-"
+        noise, values = "", metrics.metrics
+        if "gradient_noise" in values:
+            scale = format_count(values["noise_scale"]) if "noise_scale" in values else "-"
             noise = f"noise scale {scale:>5}"
         texts = [
             self._count(metrics.step),
             f"loss {_number(metrics.loss, 4):>7}",
-            *notable_metrics(figures),
+            *notable_metrics(values),
             f"grad norm {_number(metrics.grad_norm, 3):>7}",
             f"lr {metrics.lr:.2e}",
             "" if metrics.epoch is None else f"epoch {metrics.epoch:.2f}",
@@ -204,7 +204,7 @@ class Progress:
         fields = [
             (0, "bold", self._count(metrics.step)),
             (1, "red" if metrics.skipped else "green", f"loss {_number(metrics.loss, 4)}"),
-            *((1, "green", words) for words in notable_metrics(metrics.figures)[:1]),
+            *((1, "green", words) for words in notable_metrics(metrics.metrics)[:1]),
             (5, "green", validation),
             (6, "", f"grad norm {_number(metrics.grad_norm, 3)}"),
             (3, "", f"{format_count(metrics.tokens_per_s):>5} {self._unit}/s"),

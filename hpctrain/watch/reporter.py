@@ -90,11 +90,11 @@ class Reporter:
             self.progress.working(_ACTIVITIES[state])
         self.status.change(state)
 
-    def saved(self, checkpoint: Path | None) -> None:
+    def record_checkpoint(self, checkpoint: Path | None) -> None:
         """Record the newest complete checkpoint."""
         self.status.change("running", checkpoint=_text(checkpoint))
 
-    def went_back(self, step: int) -> None:
+    def record_rollback(self, step: int) -> None:
         """Discard the metrics of later steps, since the run continues after an earlier step. Collective."""
         with self.world.agreement():
             if self.metrics is not None:
@@ -116,8 +116,8 @@ class Reporter:
         self.metrics.write(row)
         self.dashboards.write(row.row)
         self.progress.step(row)
-        for name, figures in row.evaluated.items():
-            self.log.info("%s", self.progress.evaluation(row.step, name, figures))
+        for name, metrics in row.evaluated.items():
+            self.log.info("%s", self.progress.evaluation(row.step, name, metrics))
         self.status.step(
             step=row.step,
             loss=row.loss,
@@ -125,15 +125,15 @@ class Reporter:
             seconds_left=self.progress.seconds_left(),
             step_seconds=longest,
             checkpoint=_text(checkpoint),
-            **({"noise_scale": row.figures.get("noise_scale")} if "gradient_noise" in row.figures else {}),
+            **({"noise_scale": row.metrics.get("noise_scale")} if "gradient_noise" in row.metrics else {}),
         )
 
-    def stepped(self) -> None:
+    def close_progress(self) -> None:
         """End the bar, below which later lines are printed."""
         if self.progress is not None:
             self.progress.close()
 
-    def ended(self, checkpoint: Path | None, why: str = "", early: bool = False) -> None:
+    def record_end(self, checkpoint: Path | None, why: str = "", early: bool = False) -> None:
         """Record the end of a run without an error.
 
         Args:
@@ -149,7 +149,7 @@ class Reporter:
         else:
             self.status.change("done", checkpoint=_text(checkpoint), seconds_left=0.0, **reason)
 
-    def failed(self, error: BaseException, checkpoint: Path | None) -> None:
+    def record_failure(self, error: BaseException, checkpoint: Path | None) -> None:
         """Record that an error ends the run."""
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, HpctrainError):
@@ -158,13 +158,13 @@ class Reporter:
             reason = "interrupted a second time"
         self.status.change("failed", checkpoint=_text(checkpoint), reason=reason)
 
-    def hangs(self, reason: str) -> None:
+    def record_hang(self, reason: str) -> None:
         """Record that the watchdog ends the run. It calls this in its thread while the main thread hangs."""
         self.status.change("failed", reason=reason)
 
     def close(self) -> None:
         """Close all files."""
-        self.stepped()
+        self.close_progress()
         if self.dashboards is not None:
             self.dashboards.close(self.completed)
         if self.metrics is not None:

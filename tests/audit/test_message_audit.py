@@ -208,7 +208,7 @@ def test_no_bit_of_a_run_changes(world: World, layout: str, depth: Depth) -> Non
     audit = audit_messages(own, depth)
     checked = trainer(own, deck)
     for _ in range(2):
-        assert [step.figures for step in checked.train(1)] == [step.figures for step in plain.train(1)]
+        assert [step.metrics for step in checked.train(1)] == [step.metrics for step in plain.train(1)]
         assert audit.logs and audit.collect_faults() == []
     values = plain.parameters()
     assert all(torch.equal(each, values[name]) for name, each in checked.parameters().items())

@@ -76,13 +76,13 @@ def test_terms_reach_figures_and_gradients_on_every_layout(world: World) -> None
     alone = trainer(world.single_rank_world(), small_deck(*sizes))
     expected = alone.train(1)[0]
     gradients = {name: values.double() for name, values in alone.gradients().items()}
-    assert expected.figures["size"] > 0.02 * expected.loss
+    assert expected.metrics["size"] > 0.02 * expected.loss
     slopes = []
     for way in (1e-3, -1e-3):
         moved = trainer(world.single_rank_world(), small_deck(*sizes))
         for name, values in moved.parameters().items():
             values.add_(gradients[name].float(), alpha=way)
-        figures = moved.train(1)[0].figures
+        figures = moved.train(1)[0].metrics
         slopes.append(figures["loss"] + figures["size"])
     square = sum(float(values.square().sum()) for values in gradients.values())
     assert (slopes[0] - slopes[1]) / 2e-3 == pytest.approx(square, rel=1e-2)
@@ -90,12 +90,12 @@ def test_terms_reach_figures_and_gradients_on_every_layout(world: World) -> None
     for layout in layouts(world.size):
         deck = small_deck(*sizes, *layout)
         if "model.family=llama" in layout:
-            assert trainer(world, deck).train(1)[0].figures["size"] > 0
+            assert trainer(world, deck).train(1)[0].metrics["size"] > 0
             continue
         training = trainer(world, deck)
         result = training.train(1)[0]
-        for name, figure in expected.figures.items():
-            assert result.figures[name] == pytest.approx(figure, rel=2e-6), (layout, name)
+        for name, figure in expected.metrics.items():
+            assert result.metrics[name] == pytest.approx(figure, rel=2e-6), (layout, name)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=2e-6), layout
         evaluated = training.step.evaluate(training.step.batches, 8)
         single = alone.step.evaluate(alone.step.batches, 8)

@@ -216,7 +216,7 @@ def test_five_steps_and_a_checkpoint_of_a_pipeline_are_those_of_one_rank(
 
 def losses_of(step: StepResult) -> tuple[float, float]:
     """Return the losses of the next token and of further ones."""
-    return step.loss, step.figures["mtp_loss"]
+    return step.loss, step.metrics["mtp_loss"]
 
 
 def near(losses: tuple[float, float]) -> Any:
@@ -357,7 +357,7 @@ def test_loss_and_gradients_are_those_of_autograd(world: World, more: tuple[str,
     loss.backward()
     (result,) = training.train(1)
     assert result.loss == pytest.approx(float(main.detach()) / predicted, rel=1e-5)
-    assert result.figures["mtp_loss"] == pytest.approx(
+    assert result.metrics["mtp_loss"] == pytest.approx(
         float(sum(each.detach() for each in further)) / DEPTHS / predicted, rel=1e-5
     )
     gradients = training.gradients()

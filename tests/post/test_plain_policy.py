@@ -407,7 +407,7 @@ def assert_alike(trainer: PolicyTrainer, right: Expected, layout: str) -> None:
         result = trainer.train_step()
         if number == 0:
             assert_rollout(trainer, right, layout)
-        told = {**result.figures, "grad_norm": result.grad_norm}
+        told = {**result.metrics, "grad_norm": result.grad_norm}
         assert figures.keys() <= told.keys()
         assert {name: told[name] for name in figures} == pytest.approx(figures, rel=1e-5, abs=1e-6), layout
         # Gradients of sums over answers are divided by tokens at first, which the optimizer makes good.

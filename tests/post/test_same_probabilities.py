@@ -128,8 +128,8 @@ def test_the_same_bits_on_the_same_layout(
         by_draws, trained = both(trainer, drawn)
         assert float((by_draws - trained).abs().max()) == 0.0, name
         # And so the pass with gradients has them.
-        assert (result.figures["moved"], result.figures["clip_share"]) == (0.0, 0.0)
-        assert result.figures["kl"] != 0
+        assert (result.metrics["moved"], result.metrics["clip_share"]) == (0.0, 0.0)
+        assert result.metrics["kl"] != 0
         trainer.engine.close()
 
 
@@ -150,7 +150,7 @@ def test_drawn_are_some_of_the_models_tokens_at_a_temperature(
     result = trainer.train_step()
     by_draws, trained = both(trainer, drawn)
     assert float((by_draws - trained).abs().max()) == 0.0
-    assert (result.figures["moved"], result.figures["clip_share"]) == (0.0, 0.0)
+    assert (result.metrics["moved"], result.metrics["clip_share"]) == (0.0, 0.0)
     rows, chances = zip(*drawn.values(), strict=True)
     assert {len(each) for each in rows} == {400}
     assert {len(each) for each in chances} == {257}
@@ -185,7 +185,7 @@ def test_logits_that_are_scaled_are_not_rounded_again(world: World, folder: Path
 def test_by_a_copy_in_another_layout_they_agree(world: World, folder: Path, drawn: Drawn, name: str) -> None:
     trainer = policy_trainer(world, policy_deck(folder, name, *KEYS, "machine.compile=true", *OTHERS[name]))
     result = trainer.train_step()
-    assert result.figures["moved"] == 0.0  # trained in the layout that told `old`
+    assert result.metrics["moved"] == 0.0  # trained in the layout that told `old`
     by_draws, trained = both(trainer, drawn)
     assert float((by_draws - trained).abs().max()) <= 1e-5
     trainer.engine.close()

@@ -109,7 +109,7 @@ def test_the_estimates_are_those_of_each_data_ranks_own_gradients(world: World, 
     wanted = by_rank_0(world, lambda: expected(reference(world, deck), parts, world.size == 1))
     for signal, noise in wanted:
         result = run.train_step()
-        figures, batch = result.figures, result.batch
+        figures, batch = result.metrics, result.batch
         scale = (abs(signal) + noise / batch) * ROUGH.get(name, 1e-5)
         assert figures["gradient_signal"] == pytest.approx(signal, abs=scale)
         assert figures["gradient_noise"] / batch == pytest.approx(noise / batch, abs=scale)
@@ -128,10 +128,10 @@ def test_measuring_changes_no_bit_of_a_step(world: World) -> None:
         runs = trainer(world, deck), trainer(world, deck.with_keys(run={"noise_scale_steps": 0}))
         for _ in range(STEPS):
             measured, plain = (run.train_step() for run in runs)
-            assert {*measured.figures} - {*plain.figures} <= NAMES
-            assert {*measured.figures} & NAMES
-            kept = {key: measured.figures[key] for key in plain.figures}
-            assert (kept, measured.grad_norm) == (plain.figures, plain.grad_norm), name
+            assert {*measured.metrics} - {*plain.metrics} <= NAMES
+            assert {*measured.metrics} & NAMES
+            kept = {key: measured.metrics[key] for key in plain.metrics}
+            assert (kept, measured.grad_norm) == (plain.metrics, plain.grad_norm), name
         for tensors in zip(*(run.parameters().items() for run in runs), strict=True):
             assert torch.equal(*(values for _, values in tensors)), name
 

@@ -273,7 +273,7 @@ def test_planned_state_bytes_are_the_measured_ones(world: World, tmp_path: Path)
         planned = plan_memory(deck, world.size, 61)
         engine = training.engine
         here = planned.stages[engine.mesh.coordinate("pipeline")].memory
-        held = MemoryLedger(engine, training.activations, planned, tmp_path).held()
+        held = MemoryLedger(engine, training.activations, planned, tmp_path).measure()
         assert held.optimizer == here.optimizer, keys
         own = {id(state): state for state in engine.stage.state_owners if isinstance(state, Rounding)}
         residuals = sum(each.residual.nbytes for each in own.values())
@@ -296,7 +296,7 @@ def test_state_that_a_file_lacks_is_initialized(
     request.getfixturevalue("keeping")
     training, checkpoints = made(world, mpi_tmp_path / "keeping")
     training.state = checkpoints.restore(path_of(mpi_tmp_path / "plain", 2))
-    said = [sentence.split("part of its ")[1].split(" does not fit")[0] for sentence in checkpoints.heeded]
+    said = [sentence.split("part of its ")[1].split(" does not fit")[0] for sentence in checkpoints.notes]
     assert said == sorted(KINDS)
     found = contents(training)
     assert not any(bool(values.any()) for (kind, _), values in found.items() if kind in KINDS)

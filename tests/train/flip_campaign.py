@@ -97,11 +97,11 @@ class End:
 
     def give_back(self, loop: Loop) -> None:
         """Have a run go on from it, as if it had never been in another state. Collective."""
-        loop.checkpoints.give_back(self.held)
+        loop.checkpoints.restore_snapshot(self.held)
         for values, clean in zip(whole_values(loop.trainer.engine.stage.buckets), self.whole, strict=True):
             values.copy_(clean)
         loop.trainer.world.communicator.barrier()
-        loop.checkpoints.held.discard_after(-1)
+        loop.checkpoints.snapshots.discard_after(-1)
         loop.trainer.guard.forget()
 
 

@@ -151,9 +151,9 @@ def test_what_a_run_is_evaluated_on(world: World, mpi_tmp_path: Path) -> None:
     shares = {each.name: each for each in open_held_out(deck, world, corpus)}
     file = TokenFile(mpi_tmp_path / "chat.h5")
     trainer = make_trainer(world, deck)
-    figures, predicted = trainer.step.evaluate_counted(shares["own"].batches, 1000)
+    figures, predicted, _ = trainer.step.evaluate_with_counts(shares["own"].batches, 1000)
     assert predicted == sum(int((each >= 0).sum()) for _, each in separate(file, set(range(file.documents))))
-    assert 0 < trainer.step.evaluate_counted(corpus.validation, 1000)[1] < predicted / 4
+    assert 0 < trainer.step.evaluate_with_counts(corpus.validation, 1000)[1] < predicted / 4
     assert figures["loss"] > 0
     trainer.engine.close()
 

@@ -346,7 +346,7 @@ def test_a_copy_that_was_changed_itself_is_passed_over(
     def spoil(trainer: Any) -> list[tuple[str, torch.Tensor]]:
         from hpctrain.train.checkpoints import Checkpoints
 
-        held = next(hook for hook in trainer.hooks if isinstance(hook, Checkpoints)).held.all[-1]
+        held = next(hook for hook in trainer.hooks if isinstance(hook, Checkpoints)).snapshots.all[-1]
         flip(held._values[2], 0, 9)
         return states(trainer)
 

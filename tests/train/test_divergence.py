@@ -185,7 +185,7 @@ def test_a_run_repeats_itself(world: World) -> None:
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_looking_changes_no_bit(world: World) -> None:
     keys = ("memory.recompute=sqrt", *(ZERO_3 if world.size > 1 else ()))
-    watched = [each.figures["loss"] for each in steps_of(world, keys)]
+    watched = [each.metrics["loss"] for each in steps_of(world, keys)]
     plain = trainer(world, small_deck(*keys))
     assert [each.loss for each in plain.train(STEPS)] == watched
 

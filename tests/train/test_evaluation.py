@@ -307,25 +307,25 @@ def test_what_is_remembered_of_evaluations() -> None:
     deck = small_deck("checkpoint.keep_best=validation", "run.evaluate_every=1", "run.patience=2")
     best = BestSoFar(deck)
     for step, loss in enumerate((math.nan, 3.0, 2.0, 2.0), start=1):
-        best.heed(step, {"validation": {"loss": loss}})
-    assert (best.step, best.loss, best.waited, best.kept) == (3, 2.0, 1, 3)
-    assert best.wants(3)
-    assert not best.wants(4)
-    assert not best.impatience
+        best.add_evaluation(step, {"validation": {"loss": loss}})
+    assert (best.step, best.loss, best.waited, best.checkpoint_step) == (3, 2.0, 1, 3)
+    assert best.is_best_checkpoint(3)
+    assert not best.is_best_checkpoint(4)
+    assert not best.reason_to_stop
     other = BestSoFar(deck)
-    other.resume(json.loads(json.dumps(best.record())))
+    other.resume(json.loads(json.dumps(best.stored())))
     assert vars(other) == vars(best)
-    other.lose()
-    other.heed(5, {"validation": {"loss": 2.5}})
-    assert (other.step, other.kept, other.kept_loss) == (3, 5, 2.5)
-    assert other.impatience == (
+    other.forget_checkpoint()
+    other.add_evaluation(5, {"validation": {"loss": 2.5}})
+    assert (other.step, other.checkpoint_step, other.checkpoint_loss) == (3, 5, 2.5)
+    assert other.reason_to_stop == (
         "2 evaluations without a lower validation loss; lowest 2.0000 after step 3 (run.patience = 2)"
     )
     without = BestSoFar(small_deck("run.patience=2", "run.evaluate_every=1"))
-    without.resume({**best.record(), "of": without.of, "keeps": True})
-    assert (without.step, without.loss, without.kept, without.keeps) == (3, 2.0, 0, False)
-    without.resume({**best.record(), "loss": "low"})
+    without.resume({**best.stored(), "of": without.of, "keeps": True})
+    assert (without.step, without.loss, without.checkpoint_step, without.keeps) == (3, 2.0, 0, False)
+    without.resume({**best.stored(), "loss": "low"})
     assert without.step == 0
     anew = BestSoFar(small_deck("run.evaluate_every=1"))
-    anew.resume({**best.record(), "of": "books"})
+    anew.resume({**best.stored(), "of": "books"})
     assert vars(anew) == vars(BestSoFar(small_deck("run.evaluate_every=1")))

@@ -42,7 +42,7 @@ def test_hooks_are_called_in_their_order(world: World) -> None:
     around = ["a before 1", "b before 1", "a update", "b update", "b behind 1", "a behind 1"]
     assert calls == [*around, "a after 1", "b after 1"]
     assert first.done[0].result is result
-    assert 0 <= first.done[0].computing <= first.done[0].seconds
+    assert 0 <= first.done[0].compute_seconds <= first.done[0].seconds
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -54,7 +54,7 @@ def test_they_are_told_what_the_ledger_counts_of_the_step(world: World) -> None:
     watched.hooks.append(note := Note("a", calls))
     for _ in range(2):
         before = own.ledger.bytes
-        assert watched.train_step().figures == plain.train_step().figures
+        assert watched.train_step().metrics == plain.train_step().metrics
         assert (
             note.done[-1].payload
             == own.ledger.bytes - before

@@ -149,7 +149,7 @@ def test_runs_go_on_with_another_balance_and_back(world: World, mpi_tmp_path: Pa
     before = remembered(training)
     other, beside = begun(world, mpi_tmp_path / "other", keys)
     other.state = beside.restore(path)
-    assert [any(each in sentence for each in told) for sentence in beside.heeded] == [True] * len(told)
+    assert [any(each in sentence for each in told) for sentence in beside.notes] == [True] * len(told)
     found = remembered(other)
     assert {kind for kind, _ in found} == {f"router/{kind}" for kind in kinds}
     assert all(torch.equal(values, before[key]) and bool(values.any()) for key, values in found.items())
@@ -158,7 +158,7 @@ def test_runs_go_on_with_another_balance_and_back(world: World, mpi_tmp_path: Pa
     back, beside = begun(world, mpi_tmp_path / "back", "")
     back.state = beside.restore(path)
     missing = sorted({"bias", "shares"} - {*kinds})
-    assert [sentence.removeprefix(f"{path}: ") for sentence in beside.heeded] == list(
+    assert [sentence.removeprefix(f"{path}: ") for sentence in beside.notes] == list(
         map(ANEW.format, missing)
     )
     after = remembered(back)

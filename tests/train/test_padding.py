@@ -102,10 +102,10 @@ def test_steps_do_not_depend_on_the_length_of_rows(world: World, model: str) -> 
     keys = (*KEYS, *MODELS[model], "batch.micro_size=4", "data.pack=false")
     first, *others = [steps(world, length, *keys) for length in LENGTHS]
     experts = [name for name in first.results[0].statistics if name.startswith("router/")]
-    assert experts and all(result.figures["balance_loss"] > 0 for result in first.results[1:])
+    assert experts and all(result.metrics["balance_loss"] > 0 for result in first.results[1:])
     for other in others:
         for ours, reference in zip(other.results, first.results, strict=True):
-            assert ours.figures == pytest.approx(reference.figures, rel=1e-5)
+            assert ours.metrics == pytest.approx(reference.metrics, rel=1e-5)
             assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
             for name in experts:  # tokens of each expert, and those that were dropped
                 assert torch.equal(ours.statistics[name][:-1], reference.statistics[name][:-1])
@@ -129,7 +129,7 @@ def test_fp8_scales_do_not_depend_on_padding(world: World, recipe: str) -> None:
         run.engine.stage.layer_context.statistics.detailed_step = True
         actual.append(run.train(2))
     for ours, reference in zip(*actual, strict=True):
-        assert ours.figures == pytest.approx(reference.figures, rel=1e-5)
+        assert ours.metrics == pytest.approx(reference.metrics, rel=1e-5)
         assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
         for name, values in ours.statistics.items():
             if name.startswith("fp8 scales"):
@@ -155,7 +155,7 @@ def test_mixtral_with_an_attention_mask(world: World) -> None:
         output = reference(micro.tokens, attention_mask=mask, labels=labels)
         output.loss.backward()
         (result,) = run.train(1)
-        balance = result.figures["balance_loss"]
+        balance = result.metrics["balance_loss"]
         assert balance * 2 == pytest.approx(output.aux_loss.item(), rel=1e-5)
         assert result.loss + 0.1 * balance == pytest.approx(output.loss.item(), rel=1e-5)
         named = mixtral_names(run.gradients(), 1)

@@ -84,7 +84,7 @@ def test_every_layout_learns_what_one_rank_does(world: World, tmp_path: Path, na
     made = learner(world, deck, folder / "all")
     steps = made.train(4)
     assert steps[0].loss == pytest.approx(math.log(2), abs=1e-7)
-    assert steps[0].figures["accuracy"] == 0.5
+    assert steps[0].metrics["accuracy"] == 0.5
     assert steps[-1].loss < steps[0].loss - 1e-3
 
     def alone() -> list[tuple[float, float]]:

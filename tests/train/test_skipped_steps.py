@@ -203,7 +203,7 @@ def test_step_without_learned_tokens(world: World, monkeypatch: pytest.MonkeyPat
     (result,) = run.train(1)
     assert result.skipped and (run.state.skipped, run.state.skipped_in_a_row) == (1, 1)
     assert all(torch.equal(values, before[name]) for name, values in run.parameters().items())
-    figures, tokens, count = run.step.evaluate_settled(run.step.batches, 8)
+    figures, tokens, count = run.step.evaluate_with_counts(run.step.batches, 8)
     assert math.isnan(figures["loss"]) and (tokens, count) == (0, 0)
 
 

@@ -210,7 +210,7 @@ def test_copies_take_the_memory_that_is_planned(world: World, mpi_tmp_path: Path
     for _ in range(10):
         run.checkpoints.hold(run.trainer.state)
         run.trainer.train_step()
-    taken = [values.nbytes for held in run.checkpoints.held.all for values in held._values]
+    taken = [values.nbytes for held in run.checkpoints.snapshots.all for values in held._values]
     assert sum(taken) == rollback_copy_bytes(deck, run.trainer.engine.stage)
     run.trainer.engine.close()
 
@@ -230,7 +230,7 @@ def test_what_a_run_left_behind_is_not_taken_for_its_own(
     os.utime(left)  # times do not tell
     run = load_run(world, folder)
     assert sorted(run.stored) == [10, 20, 24]
-    assert [run.turn(step) for step in (0, 9, 10)] == [10, 10, None]
+    assert [run.next_rollback(step) for step in (0, 9, 10)] == [10, 10, None]
     said: list[str] = []
     with pytest.raises(HpctrainError, match="the run went back to step 10 after it had written this"):
         replay(world, left, 3, [], None, said.append)

@@ -19,7 +19,7 @@ from hpctrain.watch.metrics import MetricsWriter, StepMetrics
 def step(number: int, loss: float = 2.5, **more: object) -> StepMetrics:
     measured = {"grad_norm": 0.5, "lr": 3e-4, "seconds": 0.25, "tokens_per_s": 2048.0, "batch": 4}
     figures = {"loss": loss, **more.pop("extra", {})}  # type: ignore[dict-item]
-    return StepMetrics(step=number, tokens=number * 512, figures=figures, **measured | more)  # type: ignore[arg-type]
+    return StepMetrics(step=number, tokens=number * 512, metrics=figures, **measured | more)  # type: ignore[arg-type]
 
 
 def write_steps(path: Path, *steps: int, resume_step: int | None = None, loss: float = 2.5) -> None:

@@ -46,7 +46,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 def metrics(step: int, loss: float = 3.21449, **more: object) -> StepMetrics:
     values = {"grad_norm": 0.81234, "lr": 2.9e-4, "seconds": 1.0, "tokens_per_s": 12345.0, "batch": 1}
-    values |= {"figures": {"loss": loss}} | more
+    values |= {"metrics": {"loss": loss}} | more
     return StepMetrics(step=step, tokens=step * 100, **values)  # type: ignore[arg-type]
 
 
@@ -104,7 +104,7 @@ def test_columns_stay_in_place() -> None:
 
 def test_the_noise_scale_is_told_where_it_is_measured() -> None:
     measured = {"loss": 2.0, "gradient_noise": 3.0}
-    shown = lines(metrics(1, figures=measured), metrics(10, figures=measured | {"noise_scale": 1234.5}))
+    shown = lines(metrics(1, metrics=measured), metrics(10, metrics=measured | {"noise_scale": 1234.5}))
     assert [line.split("lr 2.90e-04  ")[1] for line in shown] == [
         "12.3K tokens/s  noise scale     -  left 16 min 39 s",
         "12.3K tokens/s  noise scale 1.23K  left 4 min 57 s",

@@ -59,7 +59,7 @@ class ServedCheckpoints(Checkpoints):
         with self.whole.agreement():
             if self.serves:
                 state = super().restore(path)
-        own = None if state is None else (asdict(state), self.best.record())
+        own = None if state is None else (asdict(state), self.best.stored())
         shared, best = self.whole.everyone.broadcast_object(own, HEAD)
         self.best.resume(best)
         self.newest = path

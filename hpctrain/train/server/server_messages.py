@@ -28,7 +28,7 @@ class MessageKind(IntEnum):
 class Push:
     """What a worker says of its gradients.
 
-    `norm` is theirs before clipping, `figures` the sums of losses, of `tokens` to be predicted; `seconds` is
+    `norm` is theirs before clipping, `metrics` the sums of losses, of `tokens` to be predicted; `seconds` is
     how long it computed; `asked` whether anything was asked of its rank. With `sent`, gradients follow: of
     tables `rows` of each piece. One that is not `finite` and of which no sum is made is not sent.
     """
@@ -40,7 +40,7 @@ class Push:
     tokens: int
     seconds: float
     asked: bool
-    figures: tuple[float, ...]
+    metrics: tuple[float, ...]
     rows: tuple[int, ...]
 
     def numbers(self) -> list[float]:
@@ -55,13 +55,13 @@ class Push:
             self.seconds,
             self.asked,
         )
-        return [*map(float, fixed), float(len(self.figures)), *self.figures, *map(float, self.rows)]
+        return [*map(float, fixed), float(len(self.metrics)), *self.metrics, *map(float, self.rows)]
 
     @staticmethod
     def of(numbers: tuple[float, ...]) -> Push:
         """What a letter says."""
         _, step, sent, finite, norm, tokens, seconds, asked, count, *rest = numbers
-        figures, rows = rest[: int(count)], rest[int(count) :]
+        metrics, rows = rest[: int(count)], rest[int(count) :]
         return Push(
             int(step),
             bool(sent),
@@ -70,7 +70,7 @@ class Push:
             int(tokens),
             seconds,
             bool(asked),
-            tuple(figures),
+            tuple(metrics),
             tuple(map(int, rows)),
         )
 

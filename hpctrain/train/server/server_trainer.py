@@ -41,7 +41,7 @@ class ServedTrainer(Trainer):
     """A Trainer on all ranks of `world`, whose `engine` is that of this rank's role.
 
     Hooks are told of a step after which all meet as of any; of another one the head alone tells them, see
-    Hook.told_of_step.
+    Hook.after_step_alone.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class ServedTrainer(Trainer):
 
     @property
     @override
-    def computing(self) -> int:
+    def computing_ranks(self) -> int:
         return self.roles.workers
 
     @property
     @override
-    def ranks(self) -> str:
+    def rank_description(self) -> str:
         roles = self.roles
         return (
             f"{counted(self.world.size, 'rank')} ({counted(roles.servers, 'server')}, "
@@ -91,7 +91,7 @@ class ServedTrainer(Trainer):
 
     @property
     @override
-    def outcome(self) -> list[str]:
+    def outcome_lines(self) -> list[str]:
         lines = [f"staleness   pushes by staleness: {histogram_text(self.staleness)}"]
         left_out = self.book.left_out if self.book is not None else 0
         return [*lines, f"discarded   {counted(left_out, 'push')}, not finite"] if left_out else lines
@@ -119,16 +119,16 @@ class ServedTrainer(Trainer):
     def train_step(self, batch: int | None = None) -> StepResult:
         """Make one step, after which all meet. Collective."""
         assert batch is None, "workers take the deck's batch"
-        result = self._advance(self.state.step + 1, lambda: False)
+        result = self._make_steps(self.state.step + 1, lambda: False)
         assert result is not None
         return result.result
 
     @override
-    def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:
+    def advance(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:
         end = next(step for step in range(self.state.step + 1, self.deck.run.steps + 1) if due(step))
-        self._advance(end, asked)
+        self._make_steps(end, asked)
 
-    def _advance(self, end: int, asked: Callable[[], bool]) -> StepDone | None:
+    def _make_steps(self, end: int, asked: Callable[[], bool]) -> StepDone | None:
         """Make steps up to `end`, or fewer where anything is asked; the last one, if it is that."""
         if self.server is not None:
             if self.book is not None:
@@ -160,14 +160,14 @@ class ServedTrainer(Trainer):
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """See Trainer: by the workers, with the parameters that the servers have."""
-        figures = None
+        metrics = None
         if self.server is not None:
             self.server.serve_all()
         elif self.worker is not None:
             self.worker.pull(self.state.step)
             self.mailbox.wait_for_sends()
-            figures = self.step.evaluate(batches, sequences)
-        shared: dict[str, float] = self.world.everyone.broadcast_object(figures, self.roles.servers)
+            metrics = self.step.evaluate(batches, sequences)
+        shared: dict[str, float] = self.world.everyone.broadcast_object(metrics, self.roles.servers)
         return shared
 
     def _moved(self) -> int:
@@ -177,7 +177,7 @@ class ServedTrainer(Trainer):
         """Tell the hooks of a step at which the other ranks are not."""
         try:
             for hook in self.hooks:
-                hook.told_of_step(done)
+                hook.after_step_alone(done)
         except HpctrainError as error:
             assert self.server is not None
             self._problem = error

@@ -20,7 +20,7 @@ from hpctrain.watch.stragglers import WINDOW, Straggler, find_stragglers, warn_o
 class UpdateLog:
     """Advances `state` by the pushes that are applied: as many as there are `workers` are a step.
 
-    `names` are those of the figures, `moved` tells the bytes that this rank has sent and received, `tell`
+    `names` are those of the metrics, `moved` tells the bytes that this rank has sent and received, `tell`
     gets every step but the one after which all meet, which stays in `last`. `staleness` counts the pushes of
     each staleness, those of all steps together, `left_out` those that were not finite where others of their
     step were applied.
@@ -81,12 +81,12 @@ class UpdateLog:
             self._close(rate, batch, together)
 
     def _close(self, rate: float, batch: int, together: bool) -> None:
-        """A step is done: of an update of all pushes its figures, of several those of what was applied."""
+        """A step is done: of an update of all pushes its metrics, of several those of what was applied."""
         counted = [push for push in self._pushes if together or push.finite]
         tokens = sum(push.tokens for push in counted)
-        columns = zip(*(push.figures for push in counted), strict=True)
+        columns = zip(*(push.metrics for push in counted), strict=True)
         sums = dict(zip(self.names, map(sum, columns), strict=True)) if counted else {}
-        figures = {name: sums[name] / max(1, tokens) if sums else nan for name in self.names}
+        metrics = {name: sums[name] / max(1, tokens) if sums else nan for name in self.names}
         state = self.state
         seen = sum(push.tokens for push in self._pushes)
         state.step += 1
@@ -107,7 +107,7 @@ class UpdateLog:
                 self.workers,
                 self.left_out,
             )
-        result = StepResult(figures, norm, rate, batch, seen, all_skipped, staleness=histogram)
+        result = StepResult(metrics, norm, rate, batch, seen, all_skipped, staleness=histogram)
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         moved = self.moved()

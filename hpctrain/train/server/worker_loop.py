@@ -125,8 +125,8 @@ class Worker:
         began = time.perf_counter()
         with self._around(share.step + 1):
             sums, _ = self.step.accumulate(at, size)
-        figures = tuple(sums.tolist())
-        self._push(share.step, figures, tokens, touched, time.perf_counter() - began)
+        metrics = tuple(sums.tolist())
+        self._push(share.step, metrics, tokens, touched, time.perf_counter() - began)
 
     def pull(self, step: int, touched: Tensor | None = None) -> None:
         """Bring the parameters here, of tables the `touched` rows; all without these, and the first time."""
@@ -151,13 +151,13 @@ class Worker:
         return wire.rows({piece.name: touched for piece in wire.tables})
 
     def _push(
-        self, step: int, figures: tuple[float, ...], tokens: int, touched: Tensor, seconds: float
+        self, step: int, metrics: tuple[float, ...], tokens: int, touched: Tensor, seconds: float
     ) -> None:
         """Send the gradients to all servers; at most one push to each is under way, as the next share is
         computed with what they answer behind it.
         """
         self.engine.world.ledger.phase = "synchronize"
-        finite, norm = all(map(isfinite, figures)), 0.0
+        finite, norm = all(map(isfinite, metrics)), 0.0
         if not self.step.in_step:
             norm = self._norm()
             finite = finite and isfinite(norm)
@@ -166,7 +166,7 @@ class Worker:
         for server, wire in enumerate(self.wires):
             rows = self._rows(wire, touched)
             counts = tuple(map(len, rows)) if sent else ()
-            push = Push(step, sent, finite, norm, tokens, seconds, asked, figures, counts)
+            push = Push(step, sent, finite, norm, tokens, seconds, asked, metrics, counts)
             tensors: list[Tensor] = []
             if sent:
                 gradients = [self._gradient(p.name)[p.start : p.stop] for p in wire.pieces]

@@ -77,7 +77,7 @@ PLACES = {
     "end": ("hpctrain.comm.world:World.finish", "ending", RUN),
     "finalize": ("hpctrain.comm.group_factory:GroupFactory.close_memories", "ending", RUN),
     "evaluate": (
-        "hpctrain.train.evaluate:mean_figures",
+        "hpctrain.train.evaluate:mean_metrics",
         "evaluating",
         ("evaluate", CHECKPOINT, "--tokens", "tokens.h5"),
     ),

@@ -119,7 +119,7 @@ def test_no_bit_of_a_run_changes(world: World, layout: str) -> None:
     slow = trainer(own, deck.with_keys(communication={"emulate": "1 Gbit/s, 10 us"}))
     assert isinstance(slow.engine.mesh.group("data", "context").host, EmulatedTransport)
     assert isinstance(own.everyone.host, EmulatedTransport)
-    assert [step.figures for step in slow.train(2)] == [step.figures for step in plain.train(2)]
+    assert [step.metrics for step in slow.train(2)] == [step.metrics for step in plain.train(2)]
     values = plain.parameters()
     assert all(torch.equal(each, values[name]) for name, each in slow.parameters().items())
     own.emulate_link(None)
@@ -159,7 +159,7 @@ def test_no_bit_changes_on_emulated_nodes(world: World) -> None:
     own = World(world.communicator.Dup())
     keys = {"emulate": "1 Gbit/s, 10 us", "ranks_per_node": 2}
     slow = trainer(own, deck.with_keys(communication=keys))
-    assert [step.figures for step in slow.train(2)] == [step.figures for step in plain.train(2)]
+    assert [step.metrics for step in slow.train(2)] == [step.metrics for step in plain.train(2)]
 
 
 def test_a_link_is_for_one_machine(world: World) -> None:

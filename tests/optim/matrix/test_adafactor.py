@@ -138,7 +138,7 @@ def test_measured_bytes_are_those_of_the_planned_rank(
     deck = small_deck(*LLAMA, f"optimizer.name={name}", f"layout.zero={zero}")
     training, planned = trainer(world, deck), plan_memory(deck, world.size, 61)
     ledger = MemoryLedger(training.engine, training.activations, planned, mpi_tmp_path)
-    own = ledger.held()
+    own = ledger.measure()
     monkeypatch.setattr(ledger, "held", lambda: replace(own, other=(1 << 50) // max(1, own.optimizer)))
     ledger.at_end(StepDecision())
     told, (measured,) = planned.stages[0].memory, ledger.accounts

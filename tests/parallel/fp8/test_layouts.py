@@ -150,7 +150,7 @@ def test_a_run_goes_on_by_the_same_scales_on_another_layout(
     run = trainer(world, deck)
     checkpoints = Checkpoints(deck, run.engine, {})
     run.state = checkpoints.restore(path)
-    assert not checkpoints.heeded
+    assert not checkpoints.notes
     products = list(delayed_products(run))
     assert products and all(product.has_all_scales for product in products)
     for product in products:
@@ -172,7 +172,7 @@ def test_a_file_without_these_maxima_goes_on_and_notes_them_anew(
     further = trainer(world, other)
     checkpoints = Checkpoints(other, further.engine, {})
     further.state = checkpoints.restore(path)
-    assert len(checkpoints.heeded) == 3
+    assert len(checkpoints.notes) == 3
     assert not any(product.has_all_scales for product in delayed_products(further))
     further.train(1)
     for product in delayed_products(further):
@@ -184,7 +184,7 @@ def test_a_file_without_these_maxima_goes_on_and_notes_them_anew(
     back = trainer(world, deck)
     checkpoints = Checkpoints(deck, back.engine, {})
     back.state = checkpoints.restore(path)
-    assert not checkpoints.heeded
+    assert not checkpoints.notes
     back.train(1)
 
 
@@ -199,7 +199,7 @@ def test_as_many_maxima_go_on_as_there_is_room_for(world: World, steps: int, mpi
     further = trainer(world, deck)
     checkpoints = Checkpoints(deck, further.engine, {})
     further.state = checkpoints.restore(path)
-    assert not checkpoints.heeded
+    assert not checkpoints.notes
     for product in delayed_products(further):
         assert product.has_all_scales
         for kind, shard, values in product.state():
@@ -220,7 +220,7 @@ def test_a_run_goes_on_with_more_layers_left_out_and_then_with_fewer(
     further = trainer(world, fewer)
     checkpoints = Checkpoints(fewer, further.engine, {})
     further.state = checkpoints.restore(path)
-    assert not checkpoints.heeded
+    assert not checkpoints.notes
     products = list(delayed_products(further))
     assert len(products) == len(list(delayed_products(run))) * 3 // 4
     assert all(product.has_all_scales for product in products)
@@ -229,7 +229,7 @@ def test_a_run_goes_on_with_more_layers_left_out_and_then_with_fewer(
     back = trainer(world, deck)
     checkpoints = Checkpoints(deck, back.engine, {})
     back.state = checkpoints.restore(path)
-    assert len(checkpoints.heeded) == 3
+    assert len(checkpoints.notes) == 3
     products = list(delayed_products(back))
     assert [product.has_all_scales for product in products].count(False) == len(products) // 4
     back.train(1)

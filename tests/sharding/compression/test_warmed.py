@@ -170,7 +170,7 @@ def test_planned_state_is_the_measured_one(world: World, form: str, zero: int) -
     training = made(world, deck_of(form, f"layout.zero={zero}"))
     planned = plan_memory(training.deck, world.size, 61).stages[0].memory
     ledger = MemoryLedger(training.engine, training.activations, plan_memory(training.deck, 2, 61), Path())
-    held = ledger.held().optimizer
+    held = ledger.measure().optimizer
     less = (
         BLOCK * 4 * len(training.engine.stage.buckets)
     )  # where blocks cannot be shared evenly, the first has more

@@ -75,7 +75,7 @@ def test_local_sgd_is_the_mean_of_runs_of_one_rank(world: World, zero: int) -> N
     training = trainer(world, deck, masked=0.0)
     expected = Expected(deck, singles(world, deck, training.step.batches, 2))
     for step in range(1, 5):
-        figures = training.train_step().figures
+        figures = training.train_step().metrics
         expected.train_step()
         if step < 3:
             assert_equal(training.parameters(), expected.runs[world.rank].parameters())

@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_others_or_none(world: World, mpi_tmp_path: Path, mod
     training = trainer(three, without)
     training.state = Checkpoints(without, training.engine, {}).restore(path)
     expected = training.train(2)
-    assert [step.figures for step in results] == [step.figures for step in expected]
+    assert [step.metrics for step in results] == [step.metrics for step in expected]
     assert all(torch.equal(after[name], each) for name, each in training.parameters().items())
 
 
@@ -86,7 +86,7 @@ def test_servers_go_on_from_a_run_without_any(world: World, mpi_tmp_path: Path) 
     for one, other in zip(results, expected, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
     again, same = gone_on(world, deck, keeping.newest, 2)
-    assert [step.figures for step in again] == [step.figures for step in results]
+    assert [step.metrics for step in again] == [step.metrics for step in results]
     assert all(torch.equal(after[name], same[name]) for name in after)
 
 

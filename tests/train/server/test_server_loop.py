@@ -255,7 +255,7 @@ def test_rows_that_travel_alone_change_no_bit(world: World, monkeypatch: pytest.
         assert all(wire.tables for wire in sparse.worker.wires)
     monkeypatch.setattr("hpctrain.train.server.wire_format.looked_up", lambda _: {})
     dense = served(world, deck)
-    assert [dense.train_step().figures for _ in range(3)] == [result.figures for result in results]
+    assert [dense.train_step().metrics for _ in range(3)] == [result.metrics for result in results]
     assert all(torch.equal(after[name], each) for name, each in values(dense).items())
 
 

@@ -25,7 +25,7 @@ class Seen(Hook):
         """See Hook."""
         self.results.append(done.result)
 
-    told_of_step = after_step
+    after_step_alone = after_step
 
 
 def check_as_plain(world: World, mode: str, servers: int, workers: int, *overrides: str) -> None:
@@ -42,7 +42,7 @@ def check_as_plain(world: World, mode: str, servers: int, workers: int, *overrid
     if training.book is not None:
         assert reference is not None
         for result, expected in zip(seen.results, reference[0], strict=True):
-            assert (result.figures, result.grad_norm) == (expected.figures, expected.grad_norm)
+            assert (result.metrics, result.grad_norm) == (expected.metrics, expected.grad_norm)
             assert (result.learning_rate, result.tokens) == (expected.learning_rate, expected.tokens)
     after = values(training)
     for name, each in reference[1].items() if reference is not None else ():

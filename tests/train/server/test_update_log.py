@@ -34,7 +34,7 @@ def test_as_many_pushes_as_workers_are_a_step() -> None:
     made.enter([2], [push(nan, 5, finite=False)], [4], nan, 0.1, False, 12)
     (done,) = told
     result = done.result
-    assert result.figures == {"loss": 3.0}
+    assert result.metrics == {"loss": 3.0}
     assert (result.grad_norm, result.tokens, result.staleness) == (2.0, 15, (1, 1, 0, 0, 1))
     assert not result.skipped
     state = made.state
