@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from hpctrain.bench.peers.training_peers import TRAINING_PEERS
+from hpctrain.cli.shared_options import PATH, set_option
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -22,11 +23,7 @@ def command() -> None:
 
 Number = TypeVar("Number", int, float)
 
-PATH = click.Path(path_type=Path)
 deck_file = click.argument("deck", type=PATH)
-layout_of_state = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. layout.zero=1."
-)
 COUNT = click.IntRange(1)
 in_rounds = click.option(
     "--rounds", default=5, show_default=True, type=COUNT, help="Rounds; each round measures all variants."
@@ -89,13 +86,7 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 
 @command.command()
 @deck_file
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key, e.g. layout.tensor=2.",
-)
+@set_option()
 @click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps per variant and round.")
 @in_rounds
 @click.option("--no-sync", is_flag=True, help="Also measure ranks that do not communicate.")
@@ -157,13 +148,7 @@ def plan(
 
 @command.command()
 @deck_file
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key, e.g. layout.expert=2.",
-)
+@set_option("layout.expert=2")
 @click.option("--steps", default=1, show_default=True, type=COUNT, help="Steps per variant and round.")
 @in_rounds
 @figures_file
@@ -176,13 +161,7 @@ def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, pat
 
 @command.command()
 @deck_file
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key, e.g. machine.compile=true.",
-)
+@set_option("machine.compile=true")
 @click.option("--prompts", default=32, show_default=True, type=COUNT, help="Number of texts to continue.")
 @click.option(
     "--tokens", default=128, show_default=True, type=COUNT, help="Number of tokens to generate per text."
@@ -198,7 +177,7 @@ def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: 
 
 @command.command()
 @deck_file
-@layout_of_state
+@set_option("layout.zero=1")
 @in_rounds
 @figures_file
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
@@ -210,7 +189,7 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
 
 @command.command()
 @deck_file
-@layout_of_state
+@set_option("layout.zero=1")
 @in_rounds
 @click.option(
     "--against", type=click.Choice(["dcp"]), help="Also measure torch.distributed.checkpoint with gloo."
@@ -237,9 +216,7 @@ def checkpoint(
 
 @command.command()
 @deck_file
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=100."
-)
+@set_option("run.steps=100")
 @click.option(
     "--only", multiple=True, metavar="FORM", help="Measure only this form, e.g. exact. May be repeated."
 )
@@ -305,13 +282,7 @@ def attention(device: str, rounds: int, path: Path | None, **wish: Any) -> None:
 
 @command.command()
 @click.option("--family", "families", multiple=True, help="Measure only this family. May be repeated.")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key of all families, e.g. precision.compute=bf16.",
-)
+@set_option("precision.compute=bf16", key="a deck key of all families")
 @device_to_measure
 @in_rounds
 @figures_file
@@ -326,9 +297,7 @@ def blocks(
 
 @command.command()
 @deck_file
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=100."
-)
+@set_option("run.steps=100")
 @click.option(
     "--widths", default="64,128,256,512,1024", show_default=True, help="Values of model.hidden to compare."
 )
@@ -370,13 +339,7 @@ def mup(
 
 @command.command()
 @deck_file
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key, e.g. layout.tensor=2.",
-)
+@set_option()
 @click.option(
     "--from",
     "first",

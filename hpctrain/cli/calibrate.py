@@ -7,12 +7,14 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 
 @click.command(name="calibrate")
 @click.option(
     "--out",
     "path",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default="machine.toml",
     show_default=True,
     metavar="FILE",
@@ -21,7 +23,7 @@ import click
 @click.option(
     "--like",
     "decks",
-    type=click.Path(path_type=Path),
+    type=PATH,
     multiple=True,
     metavar="DECK",
     help="Measure with the matrix shapes of this deck's model. May be repeated.  "

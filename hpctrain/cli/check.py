@@ -7,16 +7,12 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH, set_option
+
 
 @click.command(name="check")
-@click.argument("deck", type=click.Path(path_type=Path))
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key, e.g. layout.tensor=2.",
-)
+@click.argument("deck", type=PATH)
+@set_option()
 @click.option(
     "--ranks",
     type=click.IntRange(1, 1 << 12),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.deck.code import CodeTrust, Overrides
@@ -28,7 +30,7 @@ def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--trust-deck",
         metavar="DECK",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Run only code that a deck of your own, DECK, names under the same keys.",
     )
     @wraps(command)

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
+from hpctrain.cli.shared_options import PATH
 
 
 @click.command(name="compare")
-@click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("first", metavar="RUN", type=PATH)
+@click.argument("second", metavar="RUN", type=PATH)
 @click.option(
     "--steps",
     type=click.IntRange(min=1),

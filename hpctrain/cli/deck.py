@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.shared_options import set_option
+
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
 
 @click.command(name="deck")
 @click.argument("deck", metavar="DECK|SECTION", required=False)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key, e.g. layout.tensor=2.",
-)
+@set_option()
 @click.option(
     "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Also check the deck against N ranks."
 )

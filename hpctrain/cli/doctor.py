@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.shared_options import PATH, set_option
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import coloured, columns, fit
 from hpctrain.text import fitted, ranges, table
@@ -26,34 +27,28 @@ COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
 @click.command(name="doctor")
 @click.option(
     "--deck",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DECK",
     help="Also show the mesh coordinates of each rank for the layout of DECK.",
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a key of DECK, e.g. layout.tensor=2.",
-)
+@set_option(key="a key of DECK")
 @click.option("--stress", metavar="SECONDS", help="Also test the nodes for this time, e.g. 60 or '10 min'.")
 @click.option(
     "--stress-dir",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FOLDER",
     help="Folder on the disk that --stress tests.  [default: the current folder]",
 )
 @click.option(
     "--rates",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="File for the node rates that --stress measures.  [default: node-rates.jsonl in the user's cache]",
 )
 @click.option(
     "--report",
     "report_path",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Also write the findings, packages, libraries and MPI variables to FILE, for a bug report.",
 )

@@ -8,16 +8,17 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
+from hpctrain.cli.shared_options import PATH, set_option
 
 
 @click.command(name="evaluate")
-@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=PATH)
 @click.option(
     "--tokens",
     "files",
     multiple=True,
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Token file of `hpctrain prepare` with the tokenizer of the model. May be repeated.",
 )
 @click.option(
@@ -25,7 +26,7 @@ from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
     "tasks",
     multiple=True,
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="JSON lines with the keys prompt, answer and optionally choices. May be repeated.",
 )
 @click.option(
@@ -34,13 +35,7 @@ from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
     metavar="N",
     help="Evaluate the first N sequences of each token file.  [default: all]",
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a key of the stored deck, e.g. layout.tensor=2.",
-)
+@set_option(key="a key of the stored deck")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @code_options
 def command(

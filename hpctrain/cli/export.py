@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH
 from hpctrain.units import UnitError, parse_bytes
 
 
 @click.command(name="export")
-@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=PATH)
+@click.argument("folder", metavar="DIR", type=PATH)
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
@@ -18,7 +20,7 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 @click.command(name="generate")
-@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=PATH)
 @click.option("--prompt", metavar="TEXT", help="Text to continue.  [default: the start of a document]")
 @click.option(
     "--prompt-file", metavar="FILE", help="File with the prompt, without its last line end; -: stdin."

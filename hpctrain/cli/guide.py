@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 
 @click.command(name="guide")
 @click.argument("topic", required=False)
@@ -17,7 +19,7 @@ import click
     "--write",
     "folder",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Write all pages as files into DIR.",
 )
 @click.pass_context

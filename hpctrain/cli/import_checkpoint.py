@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 
 @click.command(name="import")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=PATH)
+@click.argument("out", type=PATH)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def command(folder: Path, out: Path, force: bool) -> None:
     """Convert a Hugging Face model in folder DIR to the checkpoint OUT.

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
+from hpctrain.cli.shared_options import PATH
 
 
 @click.command(name="inspect")
-@click.argument("target", metavar="CHECKPOINT|RUN_DIR|TOKENS", type=click.Path(path_type=Path))
+@click.argument("target", metavar="CHECKPOINT|RUN_DIR|TOKENS", type=PATH)
 @click.option("--tensors", is_flag=True, help="List all tensors with name, shape, type and size.")
 @click.option(
     "--bad-samples", is_flag=True, help="List the samples that were skipped because of loss spikes."
@@ -22,7 +23,7 @@ from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
     "--diff",
     "other",
     metavar="OTHER",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Show how the tensors of OTHER differ.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

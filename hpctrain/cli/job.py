@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.shared_options import PATH, set_option
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 
 directive_option = click.option(
@@ -32,7 +33,7 @@ module_option = click.option(
 
 
 @click.command(name="job")
-@click.argument("deck", type=click.Path(path_type=Path))
+@click.argument("deck", type=PATH)
 @click.option(
     "--scheduler",
     type=click.Choice(["slurm", "pbs", "lsf", "flux", "kubernetes"]),
@@ -72,9 +73,7 @@ module_option = click.option(
 )
 @click.option("--account", metavar="A", help="Account that is charged.")
 @click.option("--partition", metavar="P", help="Partition or queue.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. layout.zero=3."
-)
+@set_option("layout.zero=3")
 @click.option(
     "--variant",
     "variants",
@@ -95,7 +94,7 @@ module_option = click.option(
     metavar="SIZE",
     help="Size of /dev/shm (kubernetes).  [default: 1 GiB, more from 5 ranks per node]",
 )
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the script to FILE.")
+@click.option("--output", type=PATH, metavar="FILE", help="Write the script to FILE.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--submit", is_flag=True, help="Submit the script and print the job id.")
 def command(

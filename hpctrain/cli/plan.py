@@ -7,18 +7,18 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH, set_option
+
 
 @click.command(name="plan")
-@click.argument("deck", type=click.Path(path_type=Path))
+@click.argument("deck", type=PATH)
 @click.option(
     "--ranks",
     type=click.IntRange(1, 1 << 20),
     metavar="N",
     help="Number of ranks. (Alternative: --sweep ranks=N,N,...)",
 )
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. layout.zero=3."
-)
+@set_option("layout.zero=3")
 @click.option(
     "--ranks-per-node",
     type=click.IntRange(min=1),
@@ -33,7 +33,7 @@ import click
 @click.option("--step-seconds", metavar="T", help='Step time without the link, e.g. "350 ms".')
 @click.option(
     "--like",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="RUN_DIR",
     help="Take the step time without the link from this run.",
 )
@@ -50,7 +50,7 @@ import click
 )
 @click.option(
     "--write",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Write the deck with the fastest layout of --search to FILE.",
 )
@@ -65,7 +65,7 @@ import click
 @click.option("--weak", is_flag=True, help="Weak scaling: let batch.global_size grow with the swept ranks.")
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Plot the time by cause (--sweep) or memory against time (--search) as .png, .svg or .pdf.",
 )

@@ -7,13 +7,15 @@ from typing import Literal
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 
 @click.command(name="plot")
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--out",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder for the plots.  [default: plots/ in the run folder]",
 )
 @click.option("--log-loss", is_flag=True, help="Use a logarithmic scale for the loss.")

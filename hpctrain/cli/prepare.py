@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -15,7 +17,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 @click.command(name="prepare")
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=PATH)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
     "--glob",

@@ -7,27 +7,22 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
+from hpctrain.cli.shared_options import PATH, set_option
 
 
 @click.command(name="replay")
-@click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=PATH)
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
     metavar="N",
     help="Number of steps to repeat.  [default: all recorded ones, at most 10]",
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a deck key, e.g. layout.tensor=2.",
-)
+@set_option()
 @click.option(
     "--against",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Metrics file or later checkpoint with the recorded losses.  [default: metrics of the run folder]",
 )
 @code_options

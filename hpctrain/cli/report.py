@@ -6,13 +6,15 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 
 @click.command(name="report")
-@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--output",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("report.html"),
     show_default=True,
     help="HTML file to write. An earlier report is replaced.",

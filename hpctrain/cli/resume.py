@@ -7,19 +7,18 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
+from hpctrain.cli.shared_options import PATH, set_option
 from hpctrain.train.signals import heed_from_now
 
 
 @click.command(name="resume")
-@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=200."
-)
+@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=PATH)
+@set_option("run.steps=200")
 @click.option(
     "--replay-routing",
     "replayed",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Send tokens to the experts recorded in FILE, a routing.h5 (model.experts.record_routing).",
 )
 @click.option("--strict", is_flag=True, help="Fail if the newest checkpoint of a run folder is damaged.")

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH, set_option
 from hpctrain.train.signals import heed_from_now
 
 
 @click.command(name="run")
-@click.argument("deck", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=100."
-)
+@click.argument("deck", type=PATH)
+@set_option("run.steps=100")
 @click.option(
     "--fresh",
     is_flag=True,
@@ -29,7 +28,7 @@ from hpctrain.train.signals import heed_from_now
     "--replay-routing",
     "replayed",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Send tokens to the experts recorded in FILE, a routing.h5 (model.experts.record_routing).",
 )
 @click.option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.shared_options import PATH
 from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import read_text
 from hpctrain.text import nearest
@@ -59,9 +60,7 @@ def read_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[
     type=click.FloatRange(0, min_open=True),
     help="Largest number of micro-batches whose activations a stage may hold.",
 )
-@click.option(
-    "--png", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the schedule as a PNG file."
-)
+@click.option("--png", metavar="FILE", type=PATH, help="Also draw the schedule as a PNG file.")
 @click.option(
     "--text",
     "as_text",

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.shared_options import PATH
+
 
 @click.command(name="status")
-@click.argument("run_dirs", metavar="[RUN_DIR...]", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("run_dirs", metavar="[RUN_DIR...]", nargs=-1, type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as a JSON list.")
 @click.option("--faulty", is_flag=True, help="Print only the names of nodes with repeated silent faults.")
 @click.option("--watch", "watches", is_flag=True, help="Update the table continuously until Ctrl-C.")

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from hpctrain.cli.job import directive_option, module_option, program, written
+from hpctrain.cli.shared_options import PATH
 
-PATH = click.Path(path_type=Path)
 _OPTIONS = {
     "slots": "--slots",
     "show_only": "--show",
