@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from hpctrain.checkpoint.exchange.assembled_tensor import AssembledTensor, Index
 from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, TensorFolder, TensorInfo
+from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.text import either
 
@@ -102,6 +104,7 @@ class ModuleFolder(TensorFolder):
     def __init__(self, folder: TensorFolder, module: nn.Module) -> None:
         self._folder = folder
         self._config: Any = getattr(module, "config", None)
+        self._module = module
         self._known = {*module.state_dict(keep_vars=True)}
         self._ignored = _ignored_names(module)
         shapes = {name: each.shape for name, each in folder.tensors.items()}
@@ -132,12 +135,12 @@ class ModuleFolder(TensorFolder):
             if self._ignored(name):
                 ignored.append(name)
                 continue
-            file, cause = self.path / described.file, "" if problems else self._block_cause(name)
+            file, cause = self.path / described.file, "" if problems else self._unknown_cause(name)
             problems.append(f"{file}: {name}: in this file, but not in the model of {CONFIG}{cause}")
         return problems, ignored
 
-    def _block_cause(self, name: str) -> str:
-        """Return which number of layers leaves a tensor out, as the end of a message; "" if none does."""
+    def _unknown_cause(self, name: str) -> str:
+        """Return the key of the model's config.json that leaves a tensor out, as the end of a message."""
         for found in _NUMBER.finditer(name):
             prefix = name[: found.start()]
             in_files = _block_numbers(self._folder.tensors, prefix)
@@ -146,13 +149,15 @@ class ModuleFolder(TensorFolder):
                 values = {} if self._config is None else self._config.get_text_config().to_dict()
                 keys = [key for key in values if key.endswith(_LAYER_COUNTS) and values[key] == in_model]
                 return f", where {keys[0]} = {in_model}, but the files have {len(in_files)}" if keys else ""
-        return ""
+        key = self._switch(name)
+        return f", where {key}" if key else ""
 
     def likely_cause(self, tensor: str, shape: Index) -> str:
         """Return the keys of the model's config.json that probably cause a mismatch, as the end of a message.
 
         If a tensor has another shape, these are the keys with sizes that only the required shape has. If all
-        tensors of a block are missing, they are the keys for the number of layers.
+        tensors of a block are missing, they are the keys for the number of layers. If another tensor is
+        missing, it is the key that switches it on.
 
         Args:
             tensor: Name of a tensor that is missing or has another shape.
@@ -168,12 +173,40 @@ class ModuleFolder(TensorFolder):
         else:
             block = _BLOCK.match(tensor)
             is_block_missing = block and not any(name.startswith(block[0]) for name in self.tensors)
-            keys = [key for key in sizes if key.endswith(_LAYER_COUNTS)] if is_block_missing else []
+            if not is_block_missing:
+                key = self._switch(tensor)
+                return f" ({key} in {CONFIG})" if key else ""
+            keys = [key for key in sizes if key.endswith(_LAYER_COUNTS)]
         return f" ({either(f'{key} = {sizes[key]}' for key in keys)} in {CONFIG})" if keys else ""
+
+    def _switch(self, tensor: str) -> str:
+        """Return the true or false key without which the model has a tensor, or has it not; "" if unknown."""
+        for key, names in self._switched_names.items():
+            if (tensor in names) != (tensor in _own_names(self._module)):
+                return f"{key} = {getattr(self._config, key)}"
+        return ""
+
+    @cached_property
+    def _switched_names(self) -> dict[str, set[str]]:
+        """Names of the tensors of the model with the opposite value of each true or false key, by key."""
+        found: dict[str, set[str]] = {}
+        values: dict[str, Any] = {} if self._config is None else self._config.to_dict()
+        for key, value in values.items():
+            if isinstance(value, bool):
+                config, model_class = deepcopy(self._config), cast("Any", type(self._module))
+                with suppress(HpctrainError), run_user_code(key), torch.device("meta"):
+                    setattr(config, key, not value)
+                    found[key] = _own_names(model_class._from_config(config))
+        return found
 
     def _describe(self, tensor: AssembledTensor) -> TensorInfo:
         first = self._folder.tensors[tensor.boxes[0].source]
         return TensorInfo(first.kind, tensor.shape, first.file)
+
+
+def _own_names(module: nn.Module) -> set[str]:
+    """Return the names of a module's parameters and persistent buffers, a shared one by its first name."""
+    return {dataset.split("/", 2)[2] for dataset in state_shapes(module)}
 
 
 def _ignored_names(module: nn.Module) -> Callable[[str], bool]:
@@ -246,14 +279,16 @@ def _add_tensor(tensors: dict[str, AssembledTensor], name: str, tensor: Assemble
 def _config_sizes(config: Any) -> dict[str, int]:
     """Return the sizes in the configuration of a model of `transformers`, by key.
 
-    They include products of `head_dim` and a number of heads, which are features of projections.
+    They include products of `head_dim` and a number of heads, which are features of projections, and numbers
+    of positions with the two unused ones of BART and its descendants.
     """
     values: dict[str, Any] = {} if config is None else config.get_text_config().to_dict()
-    numbers = {key: each for key, each in values.items() if isinstance(each, int) and each > 1}
-    sizes = {key: each for key, each in numbers.items() if not key.endswith("_token_id")}
+    numbers = {key: each for key, each in values.items() if isinstance(each, int) and each > 0}
+    sizes = {key: each for key, each in numbers.items() if each > 1 and not key.endswith("_token_id")}
     head = sizes.get("head_dim", 0)
-    counts = {key: count for key, count in sizes.items() if head and key.endswith("_heads")}
-    return sizes | {f"{key} * head_dim": count * head for key, count in counts.items()}
+    counts = {key: count for key, count in numbers.items() if head and key.endswith("_heads")}
+    lengths = {f"{key} + 2": each + 2 for key, each in sizes.items() if key.endswith("position_embeddings")}
+    return sizes | {f"{key} * head_dim": count * head for key, count in counts.items()} | lengths
 
 
 @contextmanager

@@ -6,14 +6,14 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
-from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.hugging_face.architectures import HEAD, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import EXPERT_COUNT_KEYS, Config
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart
 from hpctrain.checkpoint.exchange.safetensors_folder import TensorInfo
 from hpctrain.model.shape import ModelShape
 
 _LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
-_HEAD_KEYS = ("num_attention_heads", "num_key_value_heads")
+_HEAD_KEYS = ("head_dim", "num_attention_heads")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
@@ -22,9 +22,11 @@ _FLAGGED_TENSORS: Mapping[str, re.Pattern[str]] = MappingProxyType(
         "attention_bias": re.compile(r"att.*\.bias$"),
         "mlp_bias": re.compile(r"mlp.*\.bias$"),
         "query_key_norm": re.compile(r"(q|k)_(layer)?norm"),
+        "parallel_residual": re.compile(r"post_attention_layernorm\."),
+        "tied": re.compile(r"^(lm_head|embed_out)\.weight$"),
     }
 )
-"""Names in files of the tensors that a key of [model] switches on."""
+"""Names in files of the tensors that a key of [model] switches on or off."""
 
 
 def size_text(key: str, value: int, config: Config) -> str:
@@ -67,22 +69,28 @@ def likely_cause(
         different = {own for own, its in zip(tensor.shape, held.shape, strict=True) if own != its}
         for key, value, result in _sizes(tensor.parts[0].dataset, architecture, shape):
             if result in different:
-                further = ["head_dim"] if key in _HEAD_KEYS and config.get("head_dim") is not None else []
+                others = [each for each in _HEAD_KEYS if each != key and config.get(each) is not None]
+                further = others[:1] if key in {"num_attention_heads", "num_key_value_heads"} else []
                 sizes = [size_text(key, value, config), *(f"{each} = {config[each]!r}" for each in further)]
                 return f", where {' and '.join(sizes)}"
         return ""
-    return _switch(config, architecture, stored.keys() ^ {tensor.name for tensor in expected})
+    different_names = stored.keys() ^ {tensor.name for tensor in expected}
+    different_names -= {HEAD} if shape.tied else set()
+    return _switch(config, architecture, shape, different_names) if different_names else ""
 
 
-def _switch(config: Config, architecture: HuggingFaceArchitecture, tensors: Collection[str]) -> str:
+def _switch(
+    config: Config, architecture: HuggingFaceArchitecture, shape: ModelShape, tensors: Collection[str]
+) -> str:
     """Return the key that explains all tensors which only the files or only the model have; "" if unknown."""
-    keys = {key.deck_key: key.name for key in architecture.files.keys}
+    keys = {key.deck_key: key.name for key in architecture.files.keys} | {"tied": "tie_word_embeddings"}
     if len(architecture.files.attention_biases) > 1:
         keys.setdefault("attention_bias", "attention_bias")
     for deck_key, pattern in _FLAGGED_TENSORS.items():
         key = keys.get(deck_key, "")
-        if key in config and all(pattern.search(name) for name in tensors):
-            return f", where {key} = {config[key]!r}"
+        if (key in config or deck_key == "tied") and all(pattern.search(name) for name in tensors):
+            value = config.get(key)
+            return f", where {size_text(key, shape.tied if value is None else value, config)}"
     return ""
 
 
@@ -94,6 +102,8 @@ def _sizes(
     keys = {name: key for name, (key, _) in files.config_sizes.items()}
     if layer in {"tokens", "head"}:
         yield keys["vocabulary"], shape.vocabulary, shape.vocabulary
+    if dataset.endswith(".sinks"):
+        yield keys["heads"], shape.heads, shape.heads
     if layer == "positions":
         yield keys["sequence"], shape.sequence, shape.sequence
     if layer in {"key", "value"} and not files.latent:

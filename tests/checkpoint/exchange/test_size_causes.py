@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from tests.causal_models import tensors_of
 from tests.checkpoint.exchange.test_families import reference
 
 pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 
 @pytest.mark.parametrize(
@@ -38,22 +41,41 @@ def test_the_key_of_a_wrong_size_is_named(
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "cause"),
+    ("name", "key", "value", "cause"),
     [
-        ("attention_bias", False, ", where attention_bias = False"),
-        ("mlp_bias", True, ", where mlp_bias = True"),
-        ("head_dim", 16, ", where num_attention_heads = 6 and head_dim = 16"),
+        ("llama", "attention_bias", False, ", where attention_bias = False"),
+        ("llama", "mlp_bias", True, ", where mlp_bias = True"),
+        ("llama", "head_dim", 16, ", where num_attention_heads = 6 and head_dim = 16"),
+        ("olmo", "num_attention_heads", 2, ", where num_key_value_heads = 2 and num_attention_heads = 2"),
+        ("gpt-oss", "num_attention_heads", 12, ".sinks: has shape [6], expected [12] by config.json, where"),
+        ("gemma", "tie_word_embeddings", False, ", where tie_word_embeddings = False"),
+        ("olmo-tied", "tie_word_embeddings", None, ", where tie_word_embeddings is missing and False by"),
+        ("stablelm", "use_parallel_residual", True, ", where use_parallel_residual = True"),
     ],
 )
 def test_the_key_that_switches_tensors_on_is_named(
-    key: str, value: object, cause: str, world: World, tmp_path: Path
+    name: str, key: str, value: object, cause: str, world: World, tmp_path: Path
 ) -> None:
-    reference("llama").save_pretrained(tmp_path / "model")
+    reference(name).save_pretrained(tmp_path / "model")
     path = tmp_path / "model/config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    config = {**json.loads(path.read_text()), key: value}
+    path.write_text(json.dumps({each: its for each, its in config.items() if its is not None}))
     with pytest.raises(HpctrainError) as caught:
         import_model(world, tmp_path / "model", tmp_path / "model.h5")
     assert cause in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("change", [lambda each: each.to(torch.int8), torch.flatten])
+def test_no_key_is_blamed_for_a_type_or_a_number_of_dims(
+    change: Callable[[torch.Tensor], torch.Tensor], world: World, tmp_path: Path
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "model")
+    tensors = tensors_of(tmp_path / "model")
+    tensors["model.embed_tokens.weight"] = change(tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    with pytest.raises(HpctrainError, match=r"embed_tokens\.weight: has") as caught:
+        import_model(world, tmp_path / "model", tmp_path / "model.h5")
+    assert ", where" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -345,6 +345,12 @@ def with_integers(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def with_biases(folder: Path) -> None:
+    tensors = tensors_of(folder)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    save_file(tensors, folder / "model.safetensors")
+
+
 DAMAGED: dict[Callable[[Path], object], tuple[int, str]] = {
     without_weights: (2, "contains no weights"),
     pickled: (2, "weights in a pickle can run code and are not read"),
@@ -357,6 +363,19 @@ DAMAGED: dict[Callable[[Path], object], tuple[int, str]] = {
     lambda folder: change(folder, num_attention_heads=12): (
         2,
         r"the module requires \[.* \(num_attention_heads \* head_dim = 96 in config.json\)",
+    ),
+    lambda folder: change(folder, num_key_value_heads=1): (
+        2,
+        r"the module requires \[.* num_key_value_heads \* head_dim = 8 in config.json\)",
+    ),
+    lambda folder: change(folder, attention_bias=True): (
+        2,
+        r"has no .*q_proj.bias, which the module requires \(attention_bias = True in config.json\)",
+    ),
+    lambda folder: change(folder, tie_word_embeddings=True): (2, "set tie_word_embeddings to false"),
+    with_biases: (
+        2,
+        r"bias: in this file, but not in the model of config.json, where attention_bias = False",
     ),
     lambda folder: change(folder, num_hidden_layers=3): (
         2,
