@@ -1,4 +1,4 @@
-"""A checkpoint for a script or a notebook: tensors by name, of which as much is read as is asked for."""
+"""Checkpoint for scripts and notebooks: a mapping of tensors whose elements are read on demand."""
 
 from __future__ import annotations
 
@@ -37,38 +37,50 @@ from hpctrain.sharding.state import MODEL
 from hpctrain.text import counted, kind_of, nearest
 from hpctrain.units import format_bytes
 
-Place = int | slice | EllipsisType
+IndexPart = int | slice | EllipsisType
+"""Part of an index of a tensor."""
+
 _MODEL = f"{MODEL}/"
-_SMALL_BYTES = 64 << 20  # for which nobody asks how much memory is free
+_SMALL_BYTES = 64 << 20
+"""Size in bytes up to which free memory is not checked."""
 
 
 class NoSuchNameError(HpctrainError, KeyError):
-    """A tensor that a checkpoint does not have; a KeyError, too, as of any mapping."""
+    """Name of a tensor that a checkpoint does not have. It is a KeyError, too, as for other mappings."""
 
     def __str__(self) -> str:
-        """The sentence, which a KeyError would put into quotes."""
+        """Return the message, which a KeyError would quote."""
         return "\n".join(self.problems)
 
 
 class NoSuchElementError(HpctrainError, IndexError):
-    """Elements that a tensor does not have; an IndexError, too, as of any sequence."""
+    """Index that a tensor does not have. It is an IndexError, too, as for other sequences."""
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, trust_code: bool = False) -> Checkpoint:
     """Open a checkpoint of any layout, or the newest complete one in a run's folder.
 
-    This reads no tensors and runs no code from the file. With `trust_code`, code that its deck names
-    (modules, datasets, losses, rewards) may run when the deck is passed to `hpctrain.run` or
-    `hpctrain.check`.
+    This reads no tensors and runs no code from the file.
 
-    HpctrainError for what is no checkpoint, InputOutputError for one that is missing, unfinished or damaged.
+    Args:
+        path: The checkpoint, or the folder of a run.
+        trust_code: True if code that its deck names (modules, datasets, losses, rewards) may run when the
+            deck is passed to `hpctrain.run` or `hpctrain.check`.
+
+    Raises:
+        HpctrainError: The file is not a checkpoint.
+        InputOutputError: The file is missing, incomplete or damaged.
     """
     named = path_of(path, "path", "a checkpoint or a run's folder")
     return Checkpoint(newest_complete(named) if named.is_dir() else named, trust_code)
 
 
 def newest_complete(run: Path) -> Path:
-    """The newest checkpoint of a run's folder whose structure is good; InputOutputError where none is."""
+    """Return the newest checkpoint in a run's folder whose index is valid.
+
+    Raises:
+        InputOutputError: There is none.
+    """
     for path in checkpoints(run / "checkpoints"):
         if is_complete(path):
             return path
@@ -76,18 +88,25 @@ def newest_complete(run: Path) -> Path:
 
 
 class Checkpoint(Mapping[str, "LazyTensor"]):
-    """All that a checkpoint holds, by name: "model/<name>", "optimizer/<state>/<name>" and so on.
+    """Tensors of a checkpoint by name, such as "model/<name>" and "optimizer/<state>/<name>".
 
         with hpctrain.open_checkpoint("runs/quickstart") as checkpoint:
             checkpoint.step, checkpoint.deck.model.hidden, [run.ranks for run in checkpoint.history]
             checkpoint["optimizer/exp_avg/blocks.0.attention.query.weight"].shape
             checkpoint.model["blocks.0.attention.query.weight"][:4]  # four rows are read
 
-    The file stays open until `close`, so that a run may delete it meanwhile.
+    The file is open until `close`, so that it can be read even if a run deletes it.
+
+    Attributes:
+        path: The file.
+        state: Training state: what a checkpoint has in addition to tensors.
+
+    Raises:
+        HpctrainError: The file is not a checkpoint.
+        InputOutputError: The file is missing, incomplete or damaged.
     """
 
     def __init__(self, path: Path, trust_code: bool = False) -> None:
-        """Open it; errors as in `open_checkpoint`."""
         self._trust = CodeTrust(everything=trust_code)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -107,8 +126,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
             raise InputOutputError(f"{path}: was replaced while it was opened; open it again")
         self.path = path
         self.state: Mapping[str, Any] = structure.state
-        """What a run stores besides tensors, as the checkpoint has it."""
-        # Whole reads are one after the other: no thread is started for them.
+        # Complete tensors are read one after another, so that no thread of the pool is ever started.
         source = TensorSource(path, descriptor, ThreadPoolExecutor(1))
         self._tensors = {
             name.removeprefix("/"): LazyTensor(name.removeprefix("/"), stored, structure.sums, source, self)
@@ -117,34 +135,42 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     @property
     def step(self) -> int:
-        """Steps that were done when it was written."""
+        """Number of steps that were done when the file was written."""
         return int(self.state.get("step", 0))
 
     @cached_property
     def deck(self) -> Deck:
-        """The deck of its run. HpctrainError where it has none, or this version does not understand it."""
+        """Deck of the run.
+
+        Raises:
+            HpctrainError: The file has no deck, or one that is not valid in this version.
+        """
         return stored_deck(self.state, self.path, trust=self._trust)
 
     @property
     def deck_text(self) -> str:
-        """The deck as it is stored, in TOML."""
+        """Text of the deck in TOML."""
         return stored_deck_text(self.state, self.path)
 
     @cached_property
     def history(self) -> list[HistorySegment]:
-        """The runs that led to it, the first one first: their ranks, layouts, steps and versions."""
+        """Runs that led to the checkpoint, oldest first, with their ranks, layouts, steps and versions."""
         return history(self.state)
 
     @cached_property
     def model(self) -> Mapping[str, LazyTensor]:
-        """The parameters alone, by their own names: those of "model/"."""
+        """Parameters of the model by name, without the prefix "model/"."""
         return _Parameters(self)
 
     def __getitem__(self, name: str) -> LazyTensor:
-        """A tensor; a NoSuchNameError, which is an HpctrainError, tells near names."""
+        """Return a tensor.
+
+        Raises:
+            NoSuchNameError: There is none of this name.
+        """
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise NoSuchNameError(f"{self.path}: has no tensor {name!r}{_meant(name, self._tensors)}")
+            raise NoSuchNameError(f"{self.path}: has no tensor {name!r}{_near_names(name, self._tensors)}")
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -158,7 +184,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         return f"<{self.path}: step {self.step}, {counted(len(self), 'tensor')}, {format_bytes(size)}>"
 
     def close(self) -> None:
-        """Close the file; nothing can be read afterwards. A second call does nothing."""
+        """Close the file, so that nothing can be read any more. A second call has no effect."""
         self._closing()
 
     @property
@@ -193,11 +219,14 @@ class _Parameters(Mapping[str, "LazyTensor"]):
 
 @dataclass(frozen=True, repr=False)
 class LazyTensor:
-    """A tensor in a checkpoint, whole, whatever ranks wrote it: its shape and type, and its values on demand.
+    """Global tensor in a checkpoint, which is read on demand.
 
-    `tensor[2, 10:20, ::2]` reads about what it gives, as a torch tensor of its own: whole numbers, slices
-    with steps from 1 up and `...` are understood. `torch()` and `numpy()` read all of it and compare its
-    checksums.
+    `tensor[2, 10:20, ::2]` returns a new torch tensor and reads little more than its elements. An index has
+    integers, slices with steps of at least 1, and `...`. `torch()` and `numpy()` read the complete tensor and
+    compare its checksums.
+
+    Attributes:
+        name: Name in the checkpoint, such as "model/<name>".
     """
 
     name: str
@@ -208,7 +237,7 @@ class LazyTensor:
 
     @property
     def shape(self) -> Index:
-        """Shape of the whole tensor. A scalar has one element."""
+        """Global shape. A scalar has one element."""
         return self._stored.shape
 
     @property
@@ -220,7 +249,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of its elements in bytes."""
         return self._stored.elements * self._stored.item_bytes
 
     def __len__(self) -> int:
@@ -230,13 +259,13 @@ class LazyTensor:
         return f"<{self.name}: {self._stored.kind} {list(self.shape)}>"
 
     def torch(self) -> Tensor:
-        """Return the whole tensor.
+        """Return the complete tensor.
 
         Raises:
             InputOutputError: The tensor is damaged.
             HpctrainError: It does not fit into memory.
         """
-        tensor, words = self._room(self.shape)
+        tensor, words = self._allocate(self.shape)
         stored = self._stored
         if stored.elements:
             self._source.read(words, stored.offset)
@@ -248,7 +277,7 @@ class LazyTensor:
         return tensor
 
     def numpy(self) -> NDArray[Any]:
-        """Return the whole tensor as a NumPy array. Values in bfloat16, which NumPy lacks, become float32."""
+        """Return the complete tensor as a NumPy array, in float32 if it is in bfloat16, which NumPy lacks."""
         tensor = self.torch()
         array: NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return array
@@ -257,21 +286,26 @@ class LazyTensor:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __getitem__(self, place: Place | tuple[Place, ...]) -> Tensor:
-        """Some of it; NoSuchElementError, which is an HpctrainError, where there is no such element."""
+    def __getitem__(self, place: IndexPart | tuple[IndexPart, ...]) -> Tensor:
+        """Return elements of the tensor.
+
+        Raises:
+            NoSuchElementError: The tensor has no such elements.
+        """
         ranges = self._ranges(place if isinstance(place, tuple) else (place,))
         start = tuple(each.start for each, _ in ranges)
-        # From the first element to the last; what lies between those of a step is read, too, and let go.
+        # Elements between those of a slice with a step are read, too.
         shape = tuple(each[-1] + 1 - each.start if len(each) else 0 for each, _ in ranges)
-        tensor, words = self._room(shape)
+        tensor, words = self._allocate(shape)
         if prod(shape):
             self._source.read_box(words, TensorBox(start, shape, 0, row_major(shape)), self._stored)
-        kept = tensor[tuple(slice(None, None, each.step) for each, _ in ranges)]
-        given = kept.reshape([len(each) for each, stays in ranges if stays])
-        return given.clone(memory_format=torch.contiguous_format) if given.numel() < tensor.numel() else given
+        selected = tensor[tuple(slice(None, None, each.step) for each, _ in ranges)]
+        result = selected.reshape([len(each) for each, is_dim in ranges if is_dim])
+        is_part = result.numel() < tensor.numel()
+        return result.clone(memory_format=torch.contiguous_format) if is_part else result
 
-    def _ranges(self, places: tuple[Place, ...]) -> list[tuple[range, bool]]:
-        """Return the range of each dim, and whether the dim is kept in the result."""
+    def _ranges(self, places: tuple[IndexPart, ...]) -> list[tuple[range, bool]]:
+        """Return the range of each dim, and True if the result has the dim."""
         if Ellipsis in places:
             at = places.index(Ellipsis)
             filling = (slice(None),) * (len(self.shape) - len(places) + 1)
@@ -281,7 +315,7 @@ class LazyTensor:
                 f"{self.name}: has {counted(len(self.shape), 'dim')}, but got an index of {len(places)}"
             )
         places += (slice(None),) * (len(self.shape) - len(places))
-        found = []
+        ranges = []
         for dim, (place, size) in enumerate(zip(places, self.shape, strict=True)):
             if isinstance(place, slice):
                 each = range(size)[place]
@@ -289,7 +323,7 @@ class LazyTensor:
                     raise HpctrainError(
                         f"{self.name}: a slice with step {each.step} is unsupported; use a step of at least 1"
                     )
-                found.append((each, True))
+                ranges.append((each, True))
                 continue
             if isinstance(place, bool) or not hasattr(place, "__index__"):
                 raise HpctrainError(
@@ -301,11 +335,15 @@ class LazyTensor:
                 raise NoSuchElementError(
                     f"{self.name}: index {number} is out of range [-{size}, {size}) along dim {dim}"
                 )
-            found.append((range(number % size, number % size + 1), False))
-        return found
+            ranges.append((range(number % size, number % size + 1), False))
+        return ranges
 
-    def _room(self, shape: Index) -> tuple[Tensor, NDArray[np.unsignedinteger]]:
-        """An empty tensor, and its bits, flat."""
+    def _allocate(self, shape: Index) -> tuple[Tensor, NDArray[np.unsignedinteger]]:
+        """Return an uninitialized tensor, and its bits as a flat array.
+
+        Raises:
+            HpctrainError: The file is closed, or there is not enough memory.
+        """
         if self._checkpoint.closed:
             raise HpctrainError(f"{self._source.path}: is closed, so {self.name} cannot be read")
         size = prod(shape) * self._stored.item_bytes
@@ -324,8 +362,8 @@ class LazyTensor:
         return tensor, words
 
 
-def _meant(name: object, names: Mapping[str, LazyTensor]) -> str:
-    """Return a sentence with the names that the user may have meant."""
+def _near_names(name: object, names: Mapping[str, LazyTensor]) -> str:
+    """Return the end of a message with similar names of tensors."""
     if not isinstance(name, str):
         return " (names must be strings)"
     same = [each for each in names if each.endswith(f"/{name.strip('/')}") or each == name.strip("/")]

@@ -1,9 +1,9 @@
-"""Where mirrors lie in a node's memory, whose they are, and deleting those that nobody can go on from.
+"""Folders of mirrors in the memory of nodes, and deletion of those that no run can resume from.
 
-Each start of a run has a token of its own, which stands in `mirror.json` in the run's folder as long as the
-run may go on from what that start has mirrored, and in the name of the folder of its mirrors on every node.
-So these belong to no other run, and to no earlier start of this one. What jobs left here that are no more,
-and whose run has ended, or went on elsewhere, is deleted by the next run of the same user on the node.
+Each start of a run has a token. It is in the name of the folder of its mirrors on each node, and in
+`mirror.json` in the run's folder as long as the run may resume from these mirrors. So mirrors of other runs
+and of earlier starts are never used. Jobs that have ended may leave folders. If their run has ended or was
+resumed elsewhere, the next run of the same user on the node deletes them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,31 @@ from typing import TextIO
 
 from hpctrain.files import delete_folder, files_named, parse_json, read_bytes, read_text
 
-MEMORY = Path("/dev/shm")  # a file system in the memory of every node
-MIRROR_FILE = "mirror.json"  # in the run's folder
+MEMORY = Path("/dev/shm")
+"""File system in the memory of each node."""
+
+MIRROR_FILE = "mirror.json"
+"""Name of the file with the token, in the run's folder."""
 
 _NAME = re.compile(r"hpctrain-mirror\.(\d+)\.([0-9a-f]{32})")
 _NODE = re.compile(r"node-\d+")
 _PART = r"rank-\d+\.[01]"
 _OWNER = "owner"
 _FILE_BYTES, _PATH_BYTES = 1000, 1 << 16
-_SECONDS_TO_BEGIN = 60.0  # what is younger may be a folder that is being made
-_SECONDS_UNSEEN = 7 * 86400.0  # so long the folder of a run may be where it is not seen from here
+_SECONDS_TO_BEGIN = 60.0
+"""Age up to which a folder without an owner may be one that is being created."""
+
+_SECONDS_UNSEEN = 7 * 86400.0
+"""Age up to which a folder is not deleted if the file system of its run is not mounted here."""
 
 
 def new_token() -> str:
-    """For one start of a run."""
+    """Return a new token for a start of a run."""
     return uuid.uuid4().hex
 
 
 def write_token(run: Path, token: str | None) -> None:
-    """Say in a run's folder which start's mirrors are the run's; None: none are."""
+    """Write the token of the mirrors that a run may resume from to its folder; None deletes the file."""
     path = run / MIRROR_FILE
     if token is None:
         path.unlink(missing_ok=True)
@@ -54,7 +60,7 @@ def write_token(run: Path, token: str | None) -> None:
 
 
 def read_token(run: Path) -> str | None:
-    """Which start's mirrors are the run's; None where there are none, or the file says nothing."""
+    """Return the token of the mirrors that a run may resume from; None if there are none."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
         token = parse_json(read_bytes(run / MIRROR_FILE, _FILE_BYTES)).get("token")
         if re.fullmatch(r"[0-9a-f]{32}", token):
@@ -63,62 +69,67 @@ def read_token(run: Path) -> str | None:
 
 
 def mirror_folder(token: str) -> Path:
-    """Where a start's mirrors lie on this node."""
+    """Return the folder of a start's mirrors on this node."""
     return MEMORY / f"hpctrain-mirror.{os.getuid()}.{token}"
 
 
-def take_mirror_folder(token: str, run: Path, node: int) -> tuple[Path, TextIO]:
-    """Make this start's folder on this node, for what is in the memory of `node`, which may be an emulated
-    one; it counts as in use until the stream is closed. Called by every rank.
+def create_mirror_folder(token: str, run: Path, node: int) -> tuple[Path, TextIO]:
+    """Create this start's folder for a node. Each rank calls this.
+
+    Args:
+        token: Token of the start.
+        run: Folder of the run.
+        node: Number of the node, of which several may be emulated on one machine.
+
+    Returns:
+        The folder, and a stream with a lock: the folder is in use until it is closed.
     """
     folder = mirror_folder(token)
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     owner = os.fdopen(descriptor, "r+", encoding="utf-8")
-    with suppress(OSError):  # without a lock the folder counts as left once its run has gone on elsewhere
+    with suppress(OSError):  # without a lock, the folder is abandoned when its run was resumed elsewhere
         fcntl.flock(owner, fcntl.LOCK_SH)
     owner.write(str(run.resolve()))
     owner.flush()
-    own = folder / f"node-{node}"
-    own.mkdir(mode=0o700, exist_ok=True)
-    return own, owner
+    node_folder = folder / f"node-{node}"
+    node_folder.mkdir(mode=0o700, exist_ok=True)
+    return node_folder, owner
 
 
 def part_path(folder: Path, rank: int, number: int) -> Path:
-    """The file of a rank's part in the folder of a node, of which there are two by turns."""
+    """Return the path of a rank's part. Mirrors use the numbers 0 and 1 in turn."""
     return folder / f"rank-{rank}.{number}"
 
 
-def parts_here(token: str) -> list[Path]:
-    """All such files of a start in this node's memory, in order."""
+def local_parts(token: str) -> list[Path]:
+    """Return the files of all parts of a start on this node, sorted."""
     folder = mirror_folder(token)
-    if not _is_own(folder):
+    if not _belongs_to_user(folder):
         return []
     nodes = sorted(path for path in folder.iterdir() if _NODE.fullmatch(path.name) and path.is_dir())
     return sorted(path for node in nodes for path in node.iterdir() if re.fullmatch(_PART, path.name))
 
 
 def remove_mirrors(token: str) -> None:
-    """Delete what a start has mirrored in this node's memory, if anything."""
+    """Delete the mirrors of a start on this node, if there are any."""
     _remove(mirror_folder(token))
 
 
 def sweep_mirrors() -> list[str]:
-    """Delete what jobs of this user mirrored that are no more, but for what their runs may go on from; the
-    names of the folders.
-    """
+    """Delete the abandoned mirrors of this user on this node, and return the names of their folders."""
     removed = []
     with suppress(OSError):
         for folder in sorted(MEMORY.glob(f"hpctrain-mirror.{os.getuid()}.*")):
             match = _NAME.fullmatch(folder.name)
-            if match and _is_own(folder) and _is_left(folder, match[2]):
+            if match and _belongs_to_user(folder) and _is_abandoned(folder, match[2]):
                 _remove(folder)
                 removed.append(folder.name)
     return removed
 
 
-def _is_left(folder: Path, token: str) -> bool:
-    """Whether no process uses it, and no run may go on from it."""
+def _is_abandoned(folder: Path, token: str) -> bool:
+    """Return True if no process uses a folder of mirrors, and no run may resume from it."""
     try:
         with (folder / _OWNER).open("r+", encoding="utf-8") as owner:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,11 +141,12 @@ def _is_left(folder: Path, token: str) -> bool:
     age = time.time() - folder.stat().st_mtime
     if not run.is_absolute():
         return age > _SECONDS_TO_BEGIN
-    # Where not even the folder above it is seen from here, the run's file system may not be mounted.
+    # If the parent of the run's folder is missing, its file system may not be mounted here.
     return read_token(run) != token and (run.parent.is_dir() or age > _SECONDS_UNSEEN)
 
 
-def _is_own(folder: Path) -> bool:
+def _belongs_to_user(folder: Path) -> bool:
+    """Return True for a folder, not a link, of this user."""
     with suppress(OSError):
         status = folder.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
@@ -142,13 +154,13 @@ def _is_own(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    if not _is_own(folder):
+    if not _belongs_to_user(folder):
         return
-    with suppress(OSError):  # of several ranks of a node another one may do the same
+    with suppress(OSError):  # another rank of the node may delete it, too
         for node in _nodes(folder):
             delete_folder(node, files_named(_PART))
         delete_folder(folder, files_named(_OWNER))
 
 
 def _nodes(folder: Path) -> Iterator[Path]:
-    return (path for path in list(folder.iterdir()) if _NODE.fullmatch(path.name) and _is_own(path))
+    return (path for path in list(folder.iterdir()) if _NODE.fullmatch(path.name) and _belongs_to_user(path))

@@ -1,8 +1,8 @@
-"""One rank's part of a mirror: what it would write into a checkpoint, in a file of a node's memory.
+"""File in the memory of a node with one rank's part of a mirror.
 
-The file holds a header, the slices one behind the other, and a table (JSON) that tells what they are, with a
-checksum of each; the header has that of the table and is written last. So a part is whole or not there, on
-the rank that made it as on the one that it was sent to.
+The file has a header, the slices after each other, and a table in JSON that describes them, with a checksum
+of each. The header has a hash of the table and is written last. So a part is complete or invalid, both on the
+rank that made it and on the rank that received it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ from hpctrain.files import open_regular, parse_json
 from hpctrain.parallel.shards import Shard
 
 Memory = NDArray[np.uint8]
+"""Bytes of a file that is mapped into memory."""
 
-_HEADER = Struct("<16sQQ32s")  # what it is, bytes of the table, where that begins, its hash
+_HEADER = Struct("<16sQQ32s")
+"""Header: kind of the file, size and offset of the table in bytes, hash of the table."""
+
 HEADER_BYTES = _HEADER.size
 _KIND = b"hpctrain mirror1"
 _ALIGNMENT = 64
-_SPARE = 1 << 16  # bytes by which a table may grow: the last losses are in it, and numbers of steps
+_SPARE = 1 << 16
+"""Number of bytes by which a table may grow, for example since it has the last losses."""
+
 _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
 class MirrorSlice:
-    """A box of a dataset, which lies at `offset` of the file."""
+    """Box of a dataset, and its offset in the file in bytes."""
 
     entry: TensorRange
     box: TensorBox
@@ -50,30 +55,34 @@ class MirrorSlice:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Number of bytes in the file."""
         return self.box.elements * np.dtype(STORED_AS[self.entry.kind]).itemsize
 
     def words(self, memory: Memory) -> Words:
-        """Its place in the memory of the file, flat, the elements' bits as integers."""
+        """Return the elements in the memory of the file, flat, as bits in integers."""
         size = self.entry.values.element_size()
         words: Words = memory[self.offset : self.offset + self.bytes].view(f"u{size}")
         return words
 
     @property
-    def described(self) -> list[object]:
-        """What a table tells of it, before its place in the file and its checksum."""
+    def description(self) -> list[object]:
+        """Row of the table without offset and checksum."""
         entry, box = self.entry, self.box
         return [entry.dataset, entry.kind, entry.shape, box.start, box.shape]
 
     def row(self, memory: Memory) -> list[object]:
-        """What a table tells of it."""
-        return [*self.described, self.offset, _sum(self.words(memory))]
+        """Return the row of the table."""
+        return [*self.description, self.offset, _sum(self.words(memory))]
 
 
 @dataclass(frozen=True)
 class SlotContents:
-    """The slices of a rank, first those that a step changes before the update, and the datasets that have no
-    elements; `end` is where a table may begin.
+    """Slices of a rank's part.
+
+    Attributes:
+        slices: The slices. Those that a step changes before the update come first.
+        empty: Name, dtype and shape of the datasets without elements.
+        end: Offset of the table in bytes.
     """
 
     slices: tuple[MirrorSlice, ...]
@@ -82,12 +91,12 @@ class SlotContents:
 
     @staticmethod
     def of(entries: Sequence[TensorRange]) -> SlotContents:
-        """What this rank writes of its entries, in slices of at most a checksum's elements."""
+        """Return the slices of this rank's share of its entries. Each slice has one checksum."""
         slices, offset = [], HEADER_BYTES
         for entry in sorted(entries, key=lambda each: not each.changes_in_step):
             part = entry.part(*entry.share())
             limit = max(1, min(checksum.PIECE, PIECE_BYTES // part.values.element_size()))
-            for box in (cut for whole in boxes_of(part) for cut in whole.cut(limit)):
+            for box in (cut for each in boxes_of(part) for cut in each.cut(limit)):
                 slices.append(MirrorSlice(part, box, offset))
                 offset += -(-slices[-1].bytes // _ALIGNMENT) * _ALIGNMENT
         empty = {(entry.dataset, entry.kind, entry.shape) for entry in entries if not prod(entry.shape)}
@@ -95,39 +104,51 @@ class SlotContents:
 
     @property
     def changed_in_step(self) -> int:
-        """How many of the slices a step changes before the update."""
+        """Number of slices that a step changes before the update."""
         return sum(each.entry.changes_in_step for each in self.slices)
 
-    def room(self, told: Mapping[str, Any]) -> int:
-        """Bytes of a file for these slices and a table that tells so much besides."""
+    def slot_bytes(self, state: Mapping[str, Any]) -> int:
+        """Return the size of a slot for these slices and a table with a training state like this one."""
         numbers = 2 * len(str(1 << 64))
-        rows = sum(len(json.dumps(each.described)) + numbers for each in self.slices)
+        rows = sum(len(json.dumps(each.description)) + numbers for each in self.slices)
         names = sum(len(json.dumps(each)) for each in self.empty)
-        return self.end + rows + names + len(json.dumps(told)) + _SPARE
+        return self.end + rows + names + len(json.dumps(state)) + _SPARE
 
 
 class MirrorSlot:
-    """A file in a node's memory that has room for a part, mapped by the rank that fills it."""
+    """File in the memory of a node for a part, mapped by the rank that fills it.
+
+    Args:
+        path: The file, which is created.
+        size: Its size in bytes.
+
+    Raises:
+        OSError: The node has too little memory.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
-        """OSError where the node has no room for it."""
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
-            # All of it now: memory that is not there when it is written to would end the process.
+            # All memory is allocated at once: a later write to missing memory would kill the process.
             os.posix_fallocate(descriptor, 0, size)
         finally:
             os.close(descriptor)
         self.memory: Memory = np.asarray(np.memmap(path, np.uint8, "r+", shape=(size,)))
 
-    def empty(self) -> None:
-        """What it holds counts no more."""
+    def invalidate(self) -> None:
+        """Make the part in this slot invalid."""
         self.memory[:HEADER_BYTES] = 0
 
-    def fill(self, table: Mapping[str, Any], contents: SlotContents) -> Memory:
-        """Write the table behind the slices, which are there; the header that will make the part count.
+    def write_table(self, table: Mapping[str, Any], contents: SlotContents) -> Memory:
+        """Write the table after the slices are copied, and return the header that makes the part valid.
 
-        InputOutputError where the table has grown beyond the room for it.
+        Args:
+            table: Keys of the table other than the slices.
+            contents: The slices.
+
+        Raises:
+            InputOutputError: The table is too long for the slot.
         """
         rows = [each.row(self.memory) for each in contents.slices]
         text = json.dumps({**table, "slices": rows, "empty": contents.empty}).encode()
@@ -141,44 +162,53 @@ class MirrorSlot:
         header = _HEADER.pack(_KIND, len(text), contents.end, _digest(text))
         return np.array(bytearray(header), np.uint8)
 
-    def count(self, header: Memory) -> None:
-        """All is there: from now on the part counts."""
+    def mark_complete(self, header: Memory) -> None:
+        """Write the header, which makes the part valid."""
         self.memory[:HEADER_BYTES] = header
 
 
 class SlotCopy:
-    """Slices on their way into the memory of a file: a thread takes one after the other, and so does who
-    trains where a step or an update is about to change what is not copied yet.
+    """Copy-on-write of slices into the memory of a file.
+
+    A thread copies one slice after another. The training thread copies those that a step or an update is
+    about to change.
+
+    Args:
+        contents: The slices.
+        memory: Memory of the file.
     """
 
     def __init__(self, contents: SlotContents, memory: Memory) -> None:
         self._contents, self._memory = contents, memory
-        self._of_step = contents.changed_in_step
+        self._changing_in_step = contents.changed_in_step
         self._next = 0
         self._copying: set[int] = set()
         self._changed = Condition()
 
     def run(self) -> None:
-        """Copy what nobody has begun to, and return when all is copied. For the thread."""
+        """Copy slices until all are copied. The thread calls this."""
         self._copy(len(self._contents.slices))
 
     def protect(self, update: bool = True) -> None:
-        """After this the values may be overwritten, without `update` only those that a step changes before.
+        """Copy slices that are not copied yet, so that the values may change. The training thread calls this.
 
-        For who trains: before the update, and without `update` before each step.
+        Args:
+            update: True before an update, which changes all values. False before a step, which changes only
+                those with `changes_in_step`.
         """
-        self._copy(len(self._contents.slices) if update else self._of_step)
+        self._copy(len(self._contents.slices) if update else self._changing_in_step)
 
     def _copy(self, last: int) -> None:
-        for number in self._taken(last):
+        """Copy the slices before number `last`, and wait for those that the other thread copies."""
+        for number in self._claim(last):
             part = self._contents.slices[number]
             values = part.box.load(part.entry.values).contiguous().cpu().numpy().reshape(-1)
             np.copyto(part.words(self._memory), values.view(f"u{values.itemsize}"))
         with self._changed:
             self._changed.wait_for(lambda: all(number >= last for number in self._copying))
 
-    def _taken(self, last: int) -> Iterator[int]:
-        """Numbers that nobody else has begun with, each until it is copied."""
+    def _claim(self, last: int) -> Iterator[int]:
+        """Yield numbers of slices that the other thread does not copy. Each is copied before the next one."""
         while True:
             with self._changed:
                 if self._next >= last:
@@ -196,7 +226,20 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class MirrorPart:
-    """A part that was found: of which rank of how many, the how many-th of the start `run`, and its table."""
+    """Part of a mirror that was found.
+
+    Attributes:
+        path: The file.
+        run: Token of the start that made it.
+        generation: Number of the mirror in this start.
+        step: Step of the mirror.
+        rank: Rank that made it.
+        ranks: Number of ranks of the run.
+        host: Name of the node of this rank.
+        state: Training state; None in parts of ranks other than 0.
+        rows: Slices: dataset, dtype and shape of the dataset, start and shape of the box, offset, checksum.
+        empty: Name, dtype and shape of datasets without elements.
+    """
 
     path: Path
     run: str
@@ -210,9 +253,10 @@ class MirrorPart:
     empty: list[tuple[str, str, Index]] = field(repr=False)
 
     def entries(self) -> list[TensorRange]:
-        """Its slices where they lie, each as an TensorRange that no other rank has a copy of.
+        """Return the slices as TensorRanges whose values are in the memory of the file.
 
-        InputOutputError where one of them differs from its checksum, or cannot be read.
+        Raises:
+            InputOutputError: A slice differs from its checksum, or the file cannot be read.
         """
         memory = _mapped(self.path)
         entries = [
@@ -233,34 +277,35 @@ class MirrorPart:
 
 
 def read_part(path: Path) -> MirrorPart | None:
-    """What a file tells that it holds; None where no part was completed in it.
+    """Return the part in a file; None if the file has no complete one.
 
-    InputOutputError where the table differs from its checksum, or the file cannot be read.
+    Raises:
+        InputOutputError: The table differs from its hash, or the file cannot be read.
     """
     memory = _mapped(path)
     if len(memory) < HEADER_BYTES or not memory[:HEADER_BYTES].any():
         return None
-    what, size, begin, digest = _HEADER.unpack(memory[:HEADER_BYTES].tobytes())
+    kind, size, begin, digest = _HEADER.unpack(memory[:HEADER_BYTES].tobytes())
     text = memory[begin : begin + size].tobytes() if begin <= len(memory) else b""
-    if what != _KIND or len(text) != size or _digest(text) != digest:
+    if kind != _KIND or len(text) != size or _digest(text) != digest:
         raise InputOutputError(f"{path}: its table differs from its checksum")
     table = parse_json(text)
     rows = [
-        (name, kind, tuple(shape), tuple(start), tuple(held), offset, summed)
-        for name, kind, shape, start, held, offset, summed in table.pop("slices")
+        (name, dtype, tuple(shape), tuple(start), tuple(extent), offset, total)
+        for name, dtype, shape, start, extent, offset, total in table.pop("slices")
     ]
-    empty = [(name, kind, tuple(shape)) for name, kind, shape in table.pop("empty")]
+    empty = [(name, dtype, tuple(shape)) for name, dtype, shape in table.pop("empty")]
     return MirrorPart(path, rows=rows, empty=empty, **table)
 
 
 def _mapped(path: Path) -> Memory:
-    """All of a file of ours, in pages of this process alone as soon as it writes to them."""
+    """Return a file of this user, mapped copy-on-write."""
     try:
         with open_regular(path) as stream:
             if os.fstat(stream.fileno()).st_uid != os.getuid():
                 raise PermissionError(f"{path} belongs to another user")
             return np.asarray(np.memmap(stream, np.uint8, "c"))
-    except (OSError, ValueError) as error:  # no bytes at all: a ValueError
+    except (OSError, ValueError) as error:  # a file without bytes is a ValueError
         raise InputOutputError(f"{path}: cannot be read: {error}") from None
 
 
@@ -271,7 +316,7 @@ def _type(kind: str) -> torch.dtype:
 
 
 def _sum(words: Words) -> int:
-    """The checksum of a slice, of at most a checksum's elements."""
+    """Return the checksum of a slice."""
     sums = np.zeros(1, np.uint64)
     if words.size:
         checksum.add(sums, words, (0,), (words.size,), (words.size,))

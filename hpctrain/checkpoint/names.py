@@ -1,4 +1,4 @@
-"""Names of a run's checkpoints. Imports nothing heavy."""
+"""Names and order of a run's checkpoints. The module imports no large library."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _NAME = re.compile(r"step-(\d{8,})\.h5")
 
 
 def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """The file of the checkpoint taken after `step` steps."""
+    """Return the path of the checkpoint of a step in a folder."""
     return Path(folder) / f"step-{step:08d}.h5"
 
 
 def checkpoint_step(path: str | Path) -> int | None:
-    """The step that a checkpoint's name tells; None for another file's name."""
+    """Return the step in the name of a checkpoint; None if a file has another name."""
     match = _NAME.fullmatch(Path(path).name)
     return int(match[1]) if match else None
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, good or not, newest first; none if there is no such folder.
+    """Return the checkpoints in a folder, complete or not, newest first; none if there is no such folder.
 
-    Those written before one of an earlier step come last: a run went back to that.
+    Abandoned ones come last: they were written before a run returned to an earlier step.
     """
-    left = _left(Path(folder))
-    return sorted(left, key=lambda path: (not left[path], checkpoint_step(path)), reverse=True)
+    abandoned = _find_abandoned(Path(folder))
+    return sorted(abandoned, key=lambda path: (not abandoned[path], checkpoint_step(path)), reverse=True)
 
 
 def current_checkpoints(folder: str | Path) -> list[Path]:
-    """As `checkpoints`, without those that a run left behind when it went back."""
-    left = _left(Path(folder))
-    return [path for path in checkpoints(folder) if not left.get(path, True)]
+    """Return the checkpoints in a folder, newest first, without abandoned ones (see `checkpoints`)."""
+    abandoned = _find_abandoned(Path(folder))
+    return [path for path in checkpoints(folder) if not abandoned.get(path, True)]
 
 
-def _left(folder: Path) -> dict[Path, bool]:
-    """Of each checkpoint whether a run went back to an earlier step after it was written.
+def _find_abandoned(folder: Path) -> dict[Path, bool]:
+    """Return for each checkpoint True if a run returned to an earlier step after it was written.
 
-    Times of copies tell less: where one of an earlier step is younger than what `latest` leads to, only what
-    lies beyond can have been left.
+    The modification times of files determine this. If a checkpoint of an earlier step is newer than the one
+    that `latest` points to, files were copied, and only checkpoints after `latest` can be abandoned.
     """
     paths = folder.iterdir() if folder.is_dir() else ()
     steps = {path: step for path in paths if (step := checkpoint_step(path)) is not None}
@@ -57,8 +57,8 @@ def _left(folder: Path) -> dict[Path, bool]:
         with suppress(OSError):  # a run deletes old ones at any time
             times[path] = path.lstat().st_mtime_ns
     last = times.get(latest, 0)
-    copies = any(times.get(path, 0) > last for path in steps if steps[path] < steps.get(latest, 1 << 62))
-    rising = sorted(steps, key=lambda path: steps[path])
-    telling = (0 if copies and path != latest else times.get(path, 0) for path in rising)
-    youngest = dict(zip(rising, accumulate(telling, max), strict=True))
-    return {path: times.get(path, 0) < youngest[path] for path in steps}
+    were_copied = any(times.get(path, 0) > last for path in steps if steps[path] < steps.get(latest, 1 << 62))
+    by_step = sorted(steps, key=lambda path: steps[path])
+    valid_times = (0 if were_copied and path != latest else times.get(path, 0) for path in by_step)
+    newest_so_far = dict(zip(by_step, accumulate(valid_times, max), strict=True))
+    return {path: times.get(path, 0) < newest_so_far[path] for path in steps}

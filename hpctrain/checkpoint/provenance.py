@@ -1,4 +1,4 @@
-"""Where a checkpoint came from: the chain of runs that led to it, and the losses of its last steps."""
+"""Provenance of a checkpoint: the chain of runs that led to it, and the losses of its last steps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,36 @@ from typing import Any
 from hpctrain.checkpoint.versions import library_versions, package_commit
 from hpctrain.files import finite
 
-SEGMENTS = 1000  # of a history, at most: the first one and the newest
+SEGMENTS = 1000
+"""Largest number of runs in a history: the first one and the newest ones."""
+
 LOSSES = 100
+"""Number of steps whose losses a checkpoint has."""
+
 _TEXT = 300
+"""Largest number of characters of a text in a history."""
 
 Layout = dict[str, int]
-"""Ranks along each axis of the mesh, and what ZeRO cuts (0-3) under "zero"."""
+"""Number of ranks along each axis of the mesh, and the stage of ZeRO (0 to 3) as "zero"."""
 
 
 @dataclass(frozen=True)
 class HistorySegment:
-    """One run of the chain: steps `first_step` to `last_step`, on so many ranks, from a checkpoint or none.
+    """Run of the chain that led to a checkpoint.
 
-    `started` is UTC, such as "2026-03-01T12:00:00Z"; `commit` the package's, None where it is unknown.
-    `steps` are those that the whole run was to have, None where an older version wrote the file; `computed`
-    names by what it computed its "products" and "functions", and is empty there.
+    Attributes:
+        title: Title of the run.
+        run_dir: Its folder.
+        ranks: Number of ranks.
+        layout: Their layout.
+        first_step: First step of this run.
+        last_step: Last step of this run before the checkpoint.
+        versions: Versions of hpctrain and of libraries.
+        commit: git commit of hpctrain; None if it is unknown.
+        started: Start in UTC, such as "2026-03-01T12:00:00Z".
+        went_on_from: Checkpoint, or other source, that the run resumed; None for a new run.
+        steps: Number of steps in the deck; None in files of older versions.
+        computed: Kernels of "products" and "functions"; empty in files of older versions.
     """
 
     title: str
@@ -43,7 +58,7 @@ class HistorySegment:
 
     @staticmethod
     def of(row: object) -> HistorySegment | None:
-        """The segment of a stored object; None where it is none."""
+        """Return the segment of a JSON object; None if the object is not one."""
         if not isinstance(row, dict):
             return None
         kinds: dict[str, type | tuple[type, ...]] = {
@@ -63,7 +78,7 @@ class HistorySegment:
 
 @dataclass(frozen=True)
 class RecordedLoss:
-    """What one step recorded, None where it was not finite."""
+    """Loss and gradient norm of a step; None if they were not finite."""
 
     step: int
     loss: float | None
@@ -71,7 +86,16 @@ class RecordedLoss:
 
 
 class Provenance:
-    """The history and last losses of a run that goes on, for its checkpoints."""
+    """History and last losses of a run, for its checkpoints.
+
+    Args:
+        title: Title of the run.
+        run_dir: Its folder.
+        layout: Its layout.
+        ranks: Number of its ranks.
+        steps: Number of steps in the deck.
+        computed: Kernels of "products" and "functions".
+    """
 
     def __init__(
         self,
@@ -99,24 +123,29 @@ class Provenance:
         self._losses: deque[RecordedLoss] = deque(maxlen=LOSSES)
 
     def of(self, ranks: int, layout: Layout) -> Provenance:
-        """The same, of a run on other ranks than those who write."""
+        """Set the ranks and layout of the run if other ranks write its checkpoints, and return the object."""
         self._here = replace(self._here, ranks=ranks, layout=layout)
         return self
 
-    def continue_from(self, state: Mapping[str, Any], origin: str) -> None:
-        """Append to the chain that the state of a checkpoint, or of another `origin`, tells."""
+    def continue_from(self, state: Mapping[str, Any], source: str) -> None:
+        """Continue the history of a checkpoint's state.
+
+        Args:
+            state: Training state.
+            source: Path of the checkpoint, or another text that names the source of the state.
+        """
         self._earlier = history(state)
         self._losses.clear()
         self._losses.extend(losses(state))
         step = int(state["step"])
-        self._here = replace(self._here, first_step=step + 1, went_on_from=_cut(origin))
+        self._here = replace(self._here, first_step=step + 1, went_on_from=_cut(source))
 
     def record(self, step: int, loss: float, grad_norm: float) -> None:
-        """Remember what a step recorded."""
+        """Record the loss and the gradient norm of a step."""
         self._losses.append(RecordedLoss(step, finite(loss), finite(grad_norm)))
 
     def stored(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps stores: "history" and "losses"."""
+        """Return the keys "history" and "losses" of the state of a checkpoint after a step."""
         chain = [*self._earlier, replace(self._here, last_step=step)]
         if len(chain) > SEGMENTS:
             chain = [chain[0], *chain[1 - SEGMENTS :]]
@@ -127,12 +156,12 @@ class Provenance:
 
 
 def history(state: Mapping[str, Any]) -> list[HistorySegment]:
-    """The chain of runs that led to a checkpoint, oldest first, the one that wrote it last."""
+    """Return the runs that led to a checkpoint, oldest first. The last one wrote it."""
     return [segment for row in _rows(state, "history") if (segment := HistorySegment.of(row)) is not None]
 
 
 def losses(state: Mapping[str, Any]) -> list[RecordedLoss]:
-    """What the last steps before a checkpoint recorded, oldest first."""
+    """Return the losses of the last steps before a checkpoint, oldest first."""
     return [
         RecordedLoss(row["step"], _number(row.get("loss")), _number(row.get("grad_norm")))
         for row in _rows(state, "losses")

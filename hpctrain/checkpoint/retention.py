@@ -1,4 +1,4 @@
-"""The newest good checkpoint of a run, and which ones to keep."""
+"""Choice of the newest valid checkpoint, deletion of old ones, and links to checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 
 
 def list_checkpoints(folder: str | Path, group: Group, present: bool = False) -> list[Path]:
-    """The checkpoints of a folder as rank 0 sees them, newest first, without those that were left behind if
-    only `present` ones are asked for; collective. Raises InputOutputError.
+    """Return the checkpoints of a folder as rank 0 finds them, newest first. Collective.
+
+    Args:
+        folder: The folder.
+        group: The ranks.
+        present: True to leave out abandoned checkpoints, as `current_checkpoints` does.
+
+    Raises:
+        InputOutputError: The folder cannot be read.
     """
     names: list[str] = []
     with raise_on_all_ranks(group):
@@ -27,10 +34,17 @@ def list_checkpoints(folder: str | Path, group: Group, present: bool = False) ->
 
 
 def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, and a warning for every newer one that is not; collective.
+    """Return the newest valid checkpoint, and a warning for each newer one that is not valid. Collective.
 
-    Each candidate is read, spread over the ranks, and all its checksums are compared. All ranks return the
-    same. InputOutputError if the folder cannot be listed or, with `strict`, if the newest is not complete.
+    The ranks read each candidate completely and compare its checksums. All ranks return the same.
+
+    Args:
+        folder: The folder.
+        group: The ranks.
+        strict: True to raise the error of the newest checkpoint if it is not valid.
+
+    Raises:
+        InputOutputError: The folder cannot be read, or as `strict` says.
     """
     warnings: list[str] = []
     for path in list_checkpoints(folder, group):
@@ -46,24 +60,35 @@ def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple
 
 
 def delete_old_checkpoints(folder: str | Path, count: int, group: Group, every: int = 0) -> list[Path]:
-    """Delete the checkpoints older than the `count` newest good ones; collective, rank 0 deletes.
+    """Delete the checkpoints that are older than the newest valid ones. Collective; rank 0 deletes.
 
-    Those of every `every`-th step stay, and that to which the link `best` leads. Call it after a save. A
-    checkpoint counts as good if its structure and state are (its data was compared when it was written).
-    Fewer than `count` good ones: nothing is deleted. Returns, on rank 0, what was deleted. InputOutputError
-    if something cannot be deleted, after the rest was.
+    The index and the state of a checkpoint determine whether it is valid, since its tensors were compared
+    when they were written. Nothing is deleted if there are fewer than `count` valid checkpoints. That to
+    which the link `best` points is never deleted.
+
+    Args:
+        folder: The folder.
+        count: Number of the newest valid checkpoints that are not deleted.
+        group: The ranks.
+        every: Checkpoints of each `every`-th step are not deleted either; 0 for none.
+
+    Returns:
+        The deleted files on rank 0; nothing on other ranks.
+
+    Raises:
+        InputOutputError: A file cannot be deleted. The other files are deleted first.
     """
     assert count >= 1, count
     deleted: list[Path] = []
     failures: list[str] = []
     with raise_on_all_ranks(group):
         if group.rank == 0:
-            good, best = 0, link_target(folder, BEST)
+            valid, best = 0, link_target(folder, BEST)
             for path in checkpoints(folder):
-                if good < count:
-                    good += is_complete(path)
+                if valid < count:
+                    valid += is_complete(path)
                 elif path.is_symlink() or not path.is_file() or path.name == best:
-                    continue  # not written by a run, or to stay
+                    continue  # no run has written it, or it is the best one
                 elif not every or (checkpoint_step(path) or 0) % every:
                     try:
                         path.unlink()
@@ -77,13 +102,13 @@ def delete_old_checkpoints(folder: str | Path, count: int, group: Group, every: 
 
 
 def link_target(folder: str | Path, name: str) -> str:
-    """Which file of the folder a link in it leads to; "" where there is no such link."""
+    """Return the name of the file that a link in a folder points to; "" if there is no such link."""
     link = Path(folder) / name
     return link.readlink().name if link.is_symlink() else ""
 
 
 def remove_link(folder: str | Path, name: str) -> None:
-    """Remove a link, if it is there and is one."""
+    """Remove a symbolic link from a folder if there is one of this name."""
     if (link := Path(folder) / name).is_symlink():
         link.unlink()
 
@@ -99,7 +124,7 @@ def point_to(path: Path, group: Group, name: str = LATEST) -> None:
         if group.rank == 0:
             fresh = path.with_name(f".{name}.tmp")
             if link.exists() and not link.is_symlink():
-                return  # a file of somebody else's
+                return  # a file that no run has written
             if fresh.is_symlink():
                 fresh.unlink()
             fresh.symlink_to(path.name)
@@ -123,7 +148,7 @@ def try_point_to(path: Path, group: Group, name: str = LATEST) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether its structure and state are good; of its data nothing is read."""
+    """Return True if the index and the state of a checkpoint are valid. This reads no tensors."""
     try:
         examine(path)
     except HpctrainError:

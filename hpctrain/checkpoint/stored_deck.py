@@ -1,4 +1,4 @@
-"""The deck that a checkpoint holds, which is all that a restart needs."""
+"""Deck in the state of a checkpoint, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 
 FOLLOWING = "deck_defaults_follow"
-"""In a state: whether its deck leaves out the keys that defaulted from others; else it has them all."""
+"""Key of the state that is true if the deck leaves out keys whose defaults follow from other keys."""
 
 
 def deck_state(deck: Deck) -> dict[str, Any]:
-    """What the state of a checkpoint tells of its deck."""
+    """Return the keys of a checkpoint's state that store a deck."""
     return {"deck": deck_text(deck), FOLLOWING: True}
 
 
 def stored_deck_text(state: Mapping[str, Any], path: Path) -> str:
-    """The text of the deck in a checkpoint's state; HpctrainError where there is none."""
+    """Return the text of the deck in a checkpoint's state.
+
+    Raises:
+        HpctrainError: There is none.
+    """
     text = state.get("deck")
     if not isinstance(text, str):
         raise HpctrainError(f"{path}: contains no deck, so it is not a checkpoint of a training run")
@@ -41,9 +45,15 @@ def stored_deck(
 ) -> Deck:
     """Return the deck in a checkpoint's state, changed by `--set` arguments.
 
-    Code that the deck names cannot be called, but for what `overrides` name or `trust` has: whoever calls it
-    asks `require_trusted` first. A key that defaulted follows the others as they are with the arguments. If
-    the file does not tell which ones did, those count that have the values they would get.
+    Code that the deck names may be called only if `overrides` name it or `trust` has it. The caller calls
+    `require_trusted` before that. Keys with default values are computed again from the changed deck. In older
+    files, these are the keys whose values equal their defaults.
+
+    Args:
+        state: State of the checkpoint.
+        path: The checkpoint, for messages.
+        overrides: Arguments of `--set`, such as "run.steps=10".
+        trust: Code that may be called.
 
     Raises:
         HpctrainError: The deck is not valid; the message names the file, as "its deck".

@@ -1,4 +1,4 @@
-"""The difference of two checkpoints, tensor by tensor, read side by side in small pieces."""
+"""Comparison of two checkpoints tensor by tensor. Both files are read in small pieces."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.tensor_source import open_tensors
 from hpctrain.comm.group import Group
 
-# Elements of either file held at a time; with the copies that comparing makes, a few megabytes.
 _PIECE = 1 << 16
+"""Number of elements of each file that are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs in two files: `differing` of its elements have other bits.
+    """Difference of a tensor in two files.
 
-    `absolute` is the largest difference of two elements, `relative` the same over the largest finite
-    element of both tensors; infinite where one of them is not finite.
+    Attributes:
+        dataset: Name of the tensor.
+        elements: Number of its elements.
+        differing: Number of elements whose bits differ.
+        absolute: Largest absolute difference of two elements; infinite if a differing one is not finite.
+        relative: `absolute` divided by the largest finite absolute value in both tensors.
     """
 
     dataset: str
@@ -36,7 +40,7 @@ class TensorDifference:
 
 
 def comparable(one: CheckpointIndex, other: CheckpointIndex) -> list[str]:
-    """Names of the datasets that have one type and shape in both files."""
+    """Return the names of the datasets that have the same type and shape in both files."""
     return [
         name
         for name, stored in one.datasets.items()
@@ -46,9 +50,12 @@ def comparable(one: CheckpointIndex, other: CheckpointIndex) -> list[str]:
 
 
 def compare(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> list[TensorDifference]:
-    """Every comparable tensor of two files, read by all ranks in shares; collective, the same on all.
+    """Compare the comparable tensors of two files, and return their differences on all ranks. Collective.
 
-    InputOutputError on all ranks where a file cannot be read. Checksums are not looked at.
+    Each rank reads a share. Checksums are not compared.
+
+    Raises:
+        InputOutputError: A file cannot be read. All ranks raise it.
     """
     names = comparable(one, other)
     pieces = [
@@ -83,7 +90,7 @@ def compare(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> list[
 
 
 def _differ(words: Sequence[Words], kind: str) -> tuple[int, float, float]:
-    """Elements with other bits, the largest difference of two, the largest finite element of all."""
+    """Return the number of differing elements, their largest difference, and the largest finite value."""
     one, other = words
     values = [_values(each, kind) for each in words]
     changed = one != other
@@ -93,18 +100,19 @@ def _differ(words: Sequence[Words], kind: str) -> tuple[int, float, float]:
     mask = torch.from_numpy(changed)
     left, right = (each[mask].double() for each in values)
     gap = (left - right).abs()
-    gap[left == right] = 0.0  # infinities of one sign with themselves cannot get here; zeros of two signs can
+    gap[left == right] = 0.0  # zeros of different signs
     largest = float(gap.max())
     return count, largest if isfinite(largest) else inf, max(map(_peak, values))
 
 
 def _values(words: Words, kind: str) -> Tensor:
-    """The elements, where their bits lie; truth values as numbers."""
+    """Return elements as a view of their bits; values of bool as uint8."""
     signed = torch.from_numpy(words.view(f"i{words.itemsize}"))
     return signed.view(torch.uint8 if kind == "bool" else getattr(torch, kind))
 
 
 def _peak(values: Tensor) -> float:
+    """Return the largest finite absolute value; 0 if there is none."""
     low, high = (float(bound) for bound in torch.aminmax(values))
     if isfinite(low) and isfinite(high):
         return max(abs(low), abs(high))
@@ -113,4 +121,5 @@ def _peak(values: Tensor) -> float:
 
 
 def _over(absolute: float, peak: float) -> float:
+    """Return a difference divided by the largest value."""
     return absolute and (absolute / peak if peak else inf)

@@ -1,4 +1,4 @@
-"""Which code runs here: versions of the package and its libraries, and the package's git commit."""
+"""Versions of hpctrain and its libraries, and the git commit of hpctrain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def library_versions() -> dict[str, str]:
-    """Versions by name, hpctrain's own first."""
+    """Return the versions by name, first that of hpctrain."""
     return {
         "hpctrain": hpctrain.__version__,
         "python": platform.python_version(),
@@ -30,18 +30,18 @@ def library_versions() -> dict[str, str]:
 
 @cache
 def package_commit() -> str | None:
-    """The git commit that the package's own repository has checked out; None where it is not in one."""
+    """Return the git commit of the repository of hpctrain; None if hpctrain is not in a repository."""
     return commit_of(Path(hpctrain.__file__).resolve().parents[1])
 
 
 def commit_of(repository: Path) -> str | None:
-    """The commit checked out in a folder that holds `.git`, as git's files tell; None where they do not.
+    """Return the commit that is checked out in a folder with `.git`; None if it is unknown.
 
-    Folders above are not asked: an installed package may lie in a repository of something else.
+    Parent folders are not searched, since an installed package may be inside of another repository.
     """
     try:
         git = repository / ".git"
-        if git.is_file():  # of a worktree or a submodule
+        if git.is_file():  # a worktree or a submodule
             git = repository / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
         head = (git / "HEAD").read_text(encoding="utf-8").strip()
         if not head.startswith("ref:"):

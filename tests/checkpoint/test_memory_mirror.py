@@ -19,14 +19,14 @@ import torch
 from hpctrain.checkpoint import memory_mirror, mirror_folder
 from hpctrain.checkpoint.memory_mirror import Mirror, neighbour_ranks
 from hpctrain.checkpoint.mirror_folder import (
-    mirror_folder as folder_of,
-)
-from hpctrain.checkpoint.mirror_folder import (
+    create_mirror_folder,
     new_token,
     read_token,
     sweep_mirrors,
-    take_mirror_folder,
     write_token,
+)
+from hpctrain.checkpoint.mirror_folder import (
+    mirror_folder as folder_of,
 )
 from hpctrain.checkpoint.mirror_search import find_mirror, write_mirror
 from hpctrain.checkpoint.mirror_slot import MirrorSlot, SlotContents, SlotCopy, read_part
@@ -301,7 +301,7 @@ def test_an_update_copies_what_the_thread_has_not(tmp_path: Path) -> None:
     held = [entry("a", first), replace(entry("b", second), changes_in_step=True)]
     own = SlotContents.of(held)
     assert [each.entry.dataset for each in own.slices] == ["/model/b", "/model/a"]
-    slot = MirrorSlot(tmp_path / "slot", own.room({}))
+    slot = MirrorSlot(tmp_path / "slot", own.slot_bytes({}))
     copying = SlotCopy(own, slot.memory)
     copying.protect(update=False)
     held[1].values.zero_()
@@ -316,9 +316,9 @@ def test_an_update_copies_what_the_thread_has_not(tmp_path: Path) -> None:
 
 def test_a_table_that_outgrows_its_room_is_told(tmp_path: Path) -> None:
     own = SlotContents.of([entry("a", torch.zeros(3))])
-    slot = MirrorSlot(tmp_path / "slot", own.room({}))
+    slot = MirrorSlot(tmp_path / "slot", own.slot_bytes({}))
     with pytest.raises(InputOutputError, match="bytes too long for this file"):
-        slot.fill({"state": "x" * (1 << 17)}, own)
+        slot.write_table({"state": "x" * (1 << 17)}, own)
 
 
 def test_what_ended_runs_left_is_deleted_and_nothing_else(
@@ -333,7 +333,7 @@ def test_what_ended_runs_left_is_deleted_and_nothing_else(
         memory.mkdir(exist_ok=True)
         token = tokens[name] = new_token()
         write_token(run, token)
-        node, owner = take_mirror_folder(token, run, 0)
+        node, owner = create_mirror_folder(token, run, 0)
         (node / "rank-0.0").write_bytes(b"x")
         if name == "alive":
             alive = owner
