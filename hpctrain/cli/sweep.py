@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.job import directive_option, module_option, program, written
+from hpctrain.cli.job import directive_option, find_program, module_option, parse_job_options, write_script
 from hpctrain.cli.shared_options import PATH
 
-_OPTIONS = {
+if TYPE_CHECKING:
+    from hpctrain.job.batch_job import Job
+
+_TRAINING_OPTIONS = {
     "slots": "--slots",
     "show_only": "--show",
     "picture": "--plot",
@@ -21,6 +23,17 @@ _OPTIONS = {
     "figure": "--figure",
 }
 """Options that conflict with --slurm, by the names of their arguments."""
+
+_SLURM_OPTIONS = {
+    "nodes": "--nodes",
+    "time": "--time",
+    "account": "--account",
+    "partition": "--partition",
+    "directives": "--directive",
+    "modules": "--module",
+    "force": "--force",
+}
+"""Options that require --slurm, by the names of their arguments."""
 
 
 @click.command(name="sweep")
@@ -77,14 +90,7 @@ def command(
     ranks: int,
     name: str | None,
     script_file: Path | None,
-    nodes: int,
-    time: str | None,
-    force: bool,
-    account: str | None,
-    partition: str | None,
-    directives: tuple[str, ...],
-    modules: tuple[str, ...],
-    **others: Any,
+    **options: Any,
 ) -> int:
     """Train DECK with every combination of the values of --set, each in its own run folder.
 
@@ -92,32 +98,36 @@ def command(
     Ctrl-C, all runs save a checkpoint and stop. The exit code is 0 if all runs are done, 1 if a run failed,
     and 75 if runs are left.
     """
-    from hpctrain.job.batch_job import parse_time
-    from hpctrain.job.job_options import JobOptions
-    from hpctrain.job.script import render_script, submit_command
     from hpctrain.train.sweep.sweep_deck import sweep_deck, sweep_job
 
-    given: dict[str, object] = {
-        "--nodes": nodes > 1,
-        "--time": time,
-        "--account": account,
-        "--partition": partition,
-    }
-    given |= {"--directive": directives, "--module": modules}
+    training = {key: options[key] for key in _TRAINING_OPTIONS}
+    slurm = {key: options[key] for key in _SLURM_OPTIONS}
     if script_file is None:
-        if asked := [option for option, value in [*given.items(), ("--force", force)] if value]:
-            raise click.UsageError(f"{', '.join(asked)} require{'s' * (len(asked) == 1)} --slurm FILE")
-        return sweep_deck(deck, arguments, ranks, name=name, show=click.echo, **others)
-    if asked := [_OPTIONS[name] for name, value in others.items() if value]:
-        raise click.UsageError(f"--slurm conflicts with {', '.join(asked)}")
-    seconds = None if time is None else parse_time(time, "slurm")
-    options = JobOptions("slurm", (nodes, nodes), seconds, account=account, partition=partition)
-    options = replace(options, directives=directives, modules=modules)
-    job = sweep_job(deck, arguments, ranks, name, options)
+        changed = slurm | {"nodes": slurm["nodes"] > 1}
+        if names := [option for key, option in _SLURM_OPTIONS.items() if changed[key]]:
+            raise click.UsageError(f"{', '.join(names)} require{'s' * (len(names) == 1)} --slurm FILE")
+        return sweep_deck(deck, arguments, ranks, name=name, show=click.echo, **training)
+    if names := [option for key, option in _TRAINING_OPTIONS.items() if training[key]]:
+        raise click.UsageError(f"--slurm conflicts with {', '.join(names)}")
+    force, nodes = slurm.pop("force"), str(slurm.pop("nodes"))
+    job_options = parse_job_options("slurm", nodes=nodes, **slurm)
+    write_array_job(sweep_job(deck, arguments, ranks, name, job_options), script_file, force)
+    return 0
+
+
+def write_array_job(job: Job, path: Path, force: bool) -> None:
+    """Write the script of an array job, and print its warnings.
+
+    Args:
+        job: The job.
+        path: The script.
+        force: True if it may replace another script.
+    """
+    from hpctrain.job.script import render_script, submit_command
+
     for warning in job.warnings:
         click.echo(f"hpctrain: warning: {warning}", err=True)
-    by = shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
-    with written(script_file, render_script(job, program(), str(script_file), by), force, "--slurm"):
-        how = submit_command("slurm", str(script_file))
-        click.echo(f"{script_file}: written; submit it with `{how}`", err=True)
-    return 0
+    command_line = shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
+    with write_script(path, render_script(job, find_program(), str(path), command_line), force, "--slurm"):
+        hint = submit_command("slurm", str(path))
+        click.echo(f"{path}: written; submit it with `{hint}`", err=True)
