@@ -158,14 +158,14 @@ def make_deck(
         HpctrainError: The deck is not valid. The error lists all its problems.
         InputOutputError: The deck cannot be read, or the file cannot be written.
     """
-    from hpctrain.checkpoint.exchange.source import settled_keys
+    from hpctrain.checkpoint.exchange.source import read_source_keys
 
     changes = _changes(defaults)
     _require_ranks(ranks)
     if isinstance(base, Mapping):
-        deck = parse_deck(tables_to_toml(base), changes, "the deck", ranks, settled_keys)
+        deck = parse_deck(tables_to_toml(base), changes, "the deck", ranks, read_source_keys)
     else:
-        deck = read_deck(path_of(base, "base"), changes, ranks, settled_keys)
+        deck = read_deck(path_of(base, "base"), changes, ranks, read_source_keys)
     if file is not None:
         output = path_of(file, "file")
         check_output(output, replace=True)

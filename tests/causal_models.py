@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.architectures import native_architecture
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.state_entries import training_entries
@@ -361,7 +361,7 @@ micro_size = 2
 sequence = {SEQUENCE}
 {OPTIMIZER}
 """
-    return parse_deck(text, overrides, read_source=settled_keys)
+    return parse_deck(text, overrides, read_source=read_source_keys)
 
 
 def trainer_of(world: World, deck: Deck) -> Trainer:

@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from hpctrain.bench.measurement import write_json
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.deck.read import read_deck
@@ -69,7 +69,7 @@ def bench_communication(
     `only` names some of the forms; `variants` are further ones, `KEY=VALUE` separated by spaces.
     """
     with world.agreement():
-        deck = read_deck(path, overrides, world.size, settled_keys)
+        deck = read_deck(path, overrides, world.size, read_source_keys)
         forms = dict(other_forms(deck, world.size)) | {each: tuple(each.split()) for each in variants}
         unknown = [name for name in only if name not in forms]
         if unknown:
@@ -85,7 +85,7 @@ def bench_communication(
             continue
         try:
             with world.agreement():
-                changed = read_deck(path, [*overrides, *changes], world.size, settled_keys)
+                changed = read_deck(path, [*overrides, *changes], world.size, read_source_keys)
         except HpctrainError as error:
             if world.rank == 0:
                 print(f"{name}: skipped: {error.problems[0]}", flush=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpctrain.bench.measurement import slowest, with_vocabulary, write_json
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.costs.cache_plan import CachePlan
@@ -56,7 +56,7 @@ def bench_generate(
 ) -> int:
     """Time `tokens` for each of so many random prompts, a quarter as long; the exit code. Collective."""
     with world.agreement():
-        deck = with_vocabulary(read_deck(path, overrides, world.size, settled_keys))
+        deck = with_vocabulary(read_deck(path, overrides, world.size, read_source_keys))
         if deck.model.module is not None or deck.model.experts:
             raise HpctrainError(f"{path}: unsupported model (supported: GPT-2 and Llama without experts)")
         if deck.objective.kind in SCORE_KINDS:

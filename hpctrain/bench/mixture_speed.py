@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain.bench.measurement import slowest, with_vocabulary, write_json
 from hpctrain.bench.training_speed import hpctrain_variant, layout_name
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.one_rank import on_one_rank
@@ -64,7 +64,7 @@ def bench_mixture(
 ) -> int:
     """Time a deck's mixtures on random tokens; the exit code. Collective."""
     with world.agreement():
-        deck = with_vocabulary(read_deck(path, overrides, world.size, settled_keys))
+        deck = with_vocabulary(read_deck(path, overrides, world.size, read_source_keys))
         if not deck.model.experts:
             raise HpctrainError(f"{deck.sources.name}: requires [model.experts]")
         if deck.layout.tensor * deck.layout.context * deck.layout.pipeline > 1:

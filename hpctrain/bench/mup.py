@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.bench.measurement import with_vocabulary, write_json
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -102,7 +102,7 @@ def bench_mup(
     with world.agreement():
         if picture is not None:
             require("matplotlib", "drawing pictures")
-        deck = with_base(read_deck(path, overrides, read_source=settled_keys))
+        deck = with_base(read_deck(path, overrides, read_source=read_source_keys))
         if deck.model.source is not None:
             asked = "conflicts with bench mup, which compares models with new weights (leave it out)"
             raise HpctrainError(deck.problem("model.from", asked))

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from hpctrain.bench.measurement import seconds_of, with_vocabulary, write_json
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -59,7 +59,7 @@ def bench_offload(
     The files lie where a run's would, or in the nearest folder that is there, so that nothing stays behind.
     """
     with world.agreement():
-        deck = read_deck(path, overrides, read_source=settled_keys)
+        deck = read_deck(path, overrides, read_source=read_source_keys)
     folder = offload_folder(deck).absolute()
     there = next(above for above in (*folder.parents, folder) if above.exists())
     deck = deck.with_keys(memory={"offload_dir": str(there / folder.name)})

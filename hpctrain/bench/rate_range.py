@@ -20,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from hpctrain.bench.measurement import write_json
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.data.held_out import open_held_out
@@ -124,7 +124,7 @@ def bench_rate(
         wish.check()
         if picture is not None:
             require("matplotlib", "drawing pictures")
-        deck = read_deck(path, overrides, world.size, settled_keys)
+        deck = read_deck(path, overrides, world.size, read_source_keys)
         if deck.communication.server is not None:
             sentence = (
                 "is unsupported in a rate test, which requires steps that all ranks make "

@@ -22,7 +22,7 @@ from hpctrain.bench.pipeline_prediction import StageProbe
 from hpctrain.bench.training_table import Setting, TrainingFigures, figure_lines, highest_memory, same_losses
 from hpctrain.bench.variant_memory import measure_peak_memory
 from hpctrain.bench.variant_timing import TimedVariant, VariantTimes, time_variants
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.costs.layer_flops import model_flops
@@ -113,7 +113,7 @@ def bench_train(
         output: File for the results; None for no file.
     """
     with world.agreement():
-        deck = with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
+        deck = with_vocabulary(read_deck(path, overrides, read_source=read_source_keys))
         _require_tokens(deck)
         architecture_of(deck, deck.model.vocabulary or 0)  # raises an error if the model cannot be built
     torch.set_num_threads(deck.run.threads)
@@ -126,7 +126,7 @@ def bench_train(
             raise HpctrainError(problems)
         changed_decks: dict[str, Deck] = {}
         for changes in options.variants:
-            changed = read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
+            changed = read_deck(path, [*overrides, *changes.split()], read_source=read_source_keys)
             changed_decks[changes] = with_vocabulary(changed)
     hpctrain_names = [name for name in names if name not in options.against]
     peaks = measure_peak_memory(world, path, overrides, options, hpctrain_names) if options.memory else {}

@@ -100,12 +100,12 @@ class _SourceReader:
 
     def __call__(self, path: str) -> Mapping[str, object]:
         """Return the keys that the model in `path` determines."""
-        from hpctrain.checkpoint.exchange.source import settled_keys
+        from hpctrain.checkpoint.exchange.source import read_source_keys
 
-        return settled_keys(path)
+        return read_source_keys(path)
 
     def sequences(self, deck: Deck) -> int:
         """Return the number of sequences in an epoch of a deck."""
-        from hpctrain.checkpoint.exchange.source import settled_keys
+        from hpctrain.checkpoint.exchange.source import read_source_keys
 
-        return settled_keys.sequences(deck)
+        return read_source_keys.sequences(deck)

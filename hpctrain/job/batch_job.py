@@ -9,7 +9,7 @@ from math import ceil, gcd
 from pathlib import Path
 from types import MappingProxyType
 
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
@@ -116,7 +116,7 @@ def plan_job(path: Path, overrides: Sequence[str], options: JobOptions) -> Job:
     """
     _check_options(options, path, overrides)
     deck = assume_planned_device(
-        read_deck(path, overrides, read_source=settled_keys, check_files=named_problems),
+        read_deck(path, overrides, read_source=read_source_keys, check_files=named_problems),
         options.gpus_per_node,
     )
     machine = deck.machine
@@ -131,7 +131,7 @@ def plan_job(path: Path, overrides: Sequence[str], options: JobOptions) -> Job:
     deck = laid_out(deck, most * ranks, ranks)
     check_world(deck, most * ranks)
     for variant in options.variants:
-        read_deck(path, [*overrides, *variant], most * ranks, settled_keys, named_problems)
+        read_deck(path, [*overrides, *variant], most * ranks, read_source_keys, named_problems)
     node_counts = tuple(n for n in range(least, most + 1) if _fits(deck, most * ranks, n * ranks))
     memory, warnings = _memory(path, overrides, deck, most * ranks, ranks)
     job = Job(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.data.deck_tokens import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -103,7 +103,7 @@ def plan_deck(
     named = partial(named_problems, rates=rates is None)
 
     def read(*changes: str) -> Deck:
-        deck = assume_planned_device(read_deck(path, [*overrides, *changes], ranks, settled_keys, named))
+        deck = assume_planned_device(read_deck(path, [*overrides, *changes], ranks, read_source_keys, named))
         if deck.layout.auto:
             if not chosen:
                 chosen.append(chosen_layout(deck, ranks, ranks_per_node, rates)[0])

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.data.deck_tokens import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -167,13 +167,13 @@ class _Planner:
         """The deck of a point."""
         sets = [*self.overrides, *(f"{key}={value}" for key, value in changes if key != RANKS)]
         if self.base is not None:
-            size = read_deck(self.path, sets, None, settled_keys).batch.global_size
+            size = read_deck(self.path, sets, None, read_source_keys).batch.global_size
             if size * ranks % self.base:
                 sentence = f"times {ranks} / {self.base} ranks must be a whole number"
                 raise HpctrainError(f"batch.global_size = {size}: {sentence}")
             sets.append(f"batch.global_size={size * ranks // self.base}")
         named = partial(named_problems, rates=self.rates is None)
-        deck = assume_planned_device(read_deck(self.path, sets, ranks, settled_keys, named))
+        deck = assume_planned_device(read_deck(self.path, sets, ranks, read_source_keys, named))
         rates = self.rates_of(deck)
         self.machine = None if rates is None else rates.name
         return deck if rates is None else rates.of_deck(deck)

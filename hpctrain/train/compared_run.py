@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.checkpoint.names import checkpoint_step, current_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
@@ -128,7 +128,7 @@ def load_run(
     deck = None
     with world.agreement():
         if folder is not None and (Path(folder) / _DECK).is_file() and path.is_dir():
-            deck = read_stored_deck(Path(folder) / _DECK, trust, settled_keys)
+            deck = read_stored_deck(Path(folder) / _DECK, trust, read_source_keys)
         elif stored:
             deck = stored_deck(stored[max(stored)].state, stored[max(stored)].path, trust=trust)
         if deck is None:

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import torch
 
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.hangs.watchdog import REPORT_REQUEST
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, read_deck
@@ -92,7 +92,7 @@ def read_deck_on_all_ranks(
     if isinstance(source, Path):
         check_deck_file(world, source)
         with world.agreement():
-            deck = read_deck(source, overrides, ranks, settled_keys)
+            deck = read_deck(source, overrides, ranks, read_source_keys)
         _check_same_keys(world, deck, source)
         return deck
     text = deck_text(source)
@@ -102,7 +102,7 @@ def read_deck_on_all_ranks(
             raise HpctrainError(
                 "the deck differs between ranks; every rank must build it from the same values"
             )
-        deck = changed_deck(source, overrides, ranks, source.sources.name, settled_keys, from_user=True)
+        deck = changed_deck(source, overrides, ranks, source.sources.name, read_source_keys, from_user=True)
         require_trusted_code(deck, source.sources.name)
         return deck
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.exchange.convert import import_model
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.state_entries import master_entries
 from hpctrain.comm.world import World
@@ -91,7 +91,7 @@ def stored(engine: Engine, path: Path) -> dict[str, np.ndarray]:
 
 def started(world: World, text: str, overrides: Sequence[str]) -> tuple[Engine, Engine, str]:
     """The engine of a deck before and after it takes the weights, and what it tells."""
-    deck = parse_deck(text, overrides, read_source=settled_keys)
+    deck = parse_deck(text, overrides, read_source=read_source_keys)
     before, after = (build_engine(deck, world, make_mesh(deck, world)) for _ in range(2))
     return before, after, start_from_source(deck, after)
 
@@ -193,7 +193,7 @@ def test_a_model_alone_is_no_run_to_resume(world: World, mpi_tmp_path: Path) -> 
 def test_damaged_models_are_refused_on_all_ranks(world: World, mpi_tmp_path: Path) -> None:
     source, _ = make_source(world, mpi_tmp_path, "gpt2", "checkpoint")
     text = DECK.format(folder=mpi_tmp_path, source=source, sequence=24)
-    deck = parse_deck(text, read_source=settled_keys)
+    deck = parse_deck(text, read_source=read_source_keys)
     world.everyone.barrier()
     if world.rank == 0:
         with h5py.File(source) as file:
@@ -211,7 +211,7 @@ def test_damaged_models_are_refused_on_all_ranks(world: World, mpi_tmp_path: Pat
         content = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(content[:-4])
     world.everyone.barrier()
-    deck = parse_deck(text, [f"model.from={folder}"], read_source=settled_keys)
+    deck = parse_deck(text, [f"model.from={folder}"], read_source=read_source_keys)
     with pytest.raises(InputOutputError, match=r"model.safetensors: damaged or truncated safetensors"):
         start_from_source(deck, engine)
 

@@ -218,7 +218,7 @@ class SourceReader(EpochReader):
         return keys | {"batch.sequence": shape.sequence}
 
 
-settled_keys = SourceReader()
+read_source_keys = SourceReader()
 
 
 _EXPERT_KEYS = (

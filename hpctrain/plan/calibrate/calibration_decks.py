@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -49,7 +49,7 @@ def measured_decks(paths: Sequence[Path]) -> list[Deck]:
     """
     if not paths:
         return [of_sizes(SMALL, 4, 256), of_sizes(LARGER, 1, 512)]
-    decks = [read_deck(path, read_source=settled_keys) for path in paths]
+    decks = [read_deck(path, read_source=read_source_keys) for path in paths]
     for deck in decks:
         if deck.precision.compute == "fp8":
             raise HpctrainError(deck.problem("precision.compute", 'is unsupported (use "bf16")'))

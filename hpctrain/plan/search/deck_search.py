@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.data.deck_tokens import vocabulary_of
 from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.read import read_deck
@@ -97,7 +97,7 @@ def search_deck(
 ) -> DeckSearch:
     """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
     deck = assume_planned_device(
-        read_deck(path, overrides, None, settled_keys, named_problems, for_search=True)
+        read_deck(path, overrides, None, read_source_keys, named_problems, for_search=True)
     )
     machine = wished.rates or deck_rates(deck)
     if machine is None:

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import parse_argument
@@ -146,7 +146,7 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
         settings = [*fixed, *changes, f"run.title={_quoted(f'{title} {short}')}"]
         settings.append(f"run.dir={_quoted(str(folder / short))}")
         try:
-            deck = read_deck(path, settings, ranks, settled_keys)
+            deck = read_deck(path, settings, ranks, read_source_keys)
         except HpctrainError as error:
             problems += error.problems
             continue
@@ -161,7 +161,7 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
 def _place(path: Path, settings: Sequence[str], name: str | None) -> tuple[Path, str]:
     """The folder of the sweep, and the title of its runs; BadValuesError where the deck is wrong so."""
     try:
-        deck = read_deck(path, settings, None, settled_keys)
+        deck = read_deck(path, settings, None, read_source_keys)
     except InputOutputError:
         raise
     except HpctrainError as error:

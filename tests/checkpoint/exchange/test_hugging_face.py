@@ -23,7 +23,7 @@ from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
-from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
+from hpctrain.checkpoint.exchange.source import read_source_keys, source_shape
 from hpctrain.checkpoint.load import load, read_state
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.state_entries import model_entries, training_entries
@@ -659,7 +659,7 @@ def test_the_multipliers_of_mup_are_in_the_weights(
         torch.testing.assert_close(logits, exported(TOKENS).logits, rtol=1e-5, atol=1e-5)
     rounded = tensors_of(tmp_path / "bf16")
     assert_same_bits(rounded, {name: t.bfloat16() for name, t in tensors_of(tmp_path / "fp32").items()})
-    keys = settled_keys(str(path))
+    keys = read_source_keys(str(path))
     assert keys["model.base_width"] == 8 and keys["model.base_head_size"] == 3
     started = small_deck(*(f"{key}={toml_value(value)}" for key, value in keys.items()))
     assert not source_problems(started, keys)

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
-from hpctrain.checkpoint.exchange.source import model_keys, settled_keys, source_shape
+from hpctrain.checkpoint.exchange.source import model_keys, read_source_keys, source_shape
 from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.state_entries import training_entries
@@ -244,7 +244,7 @@ def test_a_run_starts_from_a_mixture(
     if kind == "checkpoint":
         import_model(world, start, mpi_tmp_path / "model.h5")
         start = mpi_tmp_path / "model.h5"
-    deck = parse_deck(DECK.format(source=start), overrides, read_source=settled_keys, ranks=world.size)
+    deck = parse_deck(DECK.format(source=start), overrides, read_source=read_source_keys, ranks=world.size)
     engine = build_engine(deck, world, make_mesh(deck, world))
     assert "copy" not in start_from_source(deck, engine)
     with torch.no_grad():

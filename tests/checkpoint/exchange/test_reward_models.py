@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
+from hpctrain.checkpoint.exchange.source import read_source_keys, source_shape
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.state_entries import master_entries
 from hpctrain.checkpoint.stored_deck import deck_state
@@ -125,7 +125,7 @@ def begun(world: World, source: Path, *keys: str) -> tuple[Engine, str]:
     deck = parse_deck(
         DECK.replace("[model]", f'[model]\nfrom = "{source}"'),
         ["run.seed=9", *keys],
-        read_source=settled_keys,
+        read_source=read_source_keys,
     )
     engine = build_engine(deck, world, make_mesh(deck, world))
     return engine, start_from_source(deck, engine)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.exchange.convert import import_model
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.checkpoint.exchange.upcycle import upcycled
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
@@ -81,7 +81,7 @@ def test_the_first_logits_are_those_of_the_dense_model(
         import_model(world, source, mpi_tmp_path / "model.h5")
         source = mpi_tmp_path / "model.h5"
     deck = parse_deck(
-        DECK.format(source=source), [layout] if layout else [], read_source=settled_keys, ranks=world.size
+        DECK.format(source=source), [layout] if layout else [], read_source=read_source_keys, ranks=world.size
     )
     engine = build_engine(deck, world, make_mesh(deck, world))
     told = start_from_source(deck, engine)
@@ -113,6 +113,6 @@ def test_the_first_logits_are_those_of_the_dense_model(
 def test_what_would_change_the_first_logits_is_refused(override: str, told: str, tmp_path: Path) -> None:
     qwen3_reference()[0].save_pretrained(tmp_path / "theirs")
     with pytest.raises(HpctrainError) as caught:
-        parse_deck(DECK.format(source=tmp_path / "theirs"), [override], read_source=settled_keys)
+        parse_deck(DECK.format(source=tmp_path / "theirs"), [override], read_source=read_source_keys)
     (problem,) = caught.value.problems
     assert problem.startswith(f"--set {override}: {told}")

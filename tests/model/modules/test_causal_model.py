@@ -26,7 +26,7 @@ from hpctrain.checkpoint.exchange.module_tensors import (
     state_shapes,
 )
 from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.world import World
@@ -258,7 +258,7 @@ def test_configurations_that_are_refused(
     config, told = REFUSED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(HpctrainError, match=told) as caught:
-        settled_keys(str(tmp_path))
+        read_source_keys(str(tmp_path))
     assert caught.value.exit_code == 2
     (problem,) = caught.value.problems
     assert problem.startswith(f"{tmp_path / 'config.json'}: ") and "site-packages" not in problem
@@ -397,10 +397,10 @@ def test_folders_that_are_refused(
 
 
 def test_code_that_a_folder_names_is_dropped_for_a_model_of_transformers(folder: Path) -> None:
-    keys = settled_keys(str(folder))
+    keys = read_source_keys(str(folder))
     change(folder, auto_map={"AutoModelForCausalLM": "code.Model"}, attn_implementation="someone/kernels")
     (folder / "code.py").write_text("raise SystemExit")
-    assert settled_keys(str(folder)) == keys
+    assert read_source_keys(str(folder)) == keys
 
 
 def boxes(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.architectures import LANGUAGE_MODELS
-from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.train.start import source_notes
@@ -68,10 +68,10 @@ def test_keys_that_training_ignores_are_named_and_kept(
     note = [f"{theirs}/config.json: training ignores {' and '.join(told)}"] if told else []
     assert import_model(world, theirs, model).splitlines()[:-1] == note
     for source, where in ((theirs, f"{theirs}/config.json"), (model, f"{model}: config.json")):
-        deck = parse_deck(DECK.format(source=source), read_source=settled_keys)
+        deck = parse_deck(DECK.format(source=source), read_source=read_source_keys)
         notes = [each.replace(f"{theirs}/config.json", where) for each in note]
         assert source_notes(world, deck) == notes
-        dropped = parse_deck(DECK.format(source=source), ["model.dropout=0.1"], read_source=settled_keys)
+        dropped = parse_deck(DECK.format(source=source), ["model.dropout=0.1"], read_source=read_source_keys)
         assert source_notes(world, dropped) == ([f"{where}: training ignores {told[-1]}"] if others else [])
     export_model(world, model, tmp_path / "ours", None, 10**9)
     config = json.loads((tmp_path / "ours/config.json").read_text())
