@@ -42,14 +42,14 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None, communica
     """
     if communication:
         from hpctrain.host.launcher import launched_rank, launched_size
-        from hpctrain.plan.deck_plan import plan_deck
+        from hpctrain.plan.deck_plan import PlanOptions, plan_deck
         from hpctrain.plan.option_conflicts import required_ranks
         from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
 
         if ranks is None and launched_size(os.environ) > 1:
             ranks = launched_size(os.environ)
         on_gpus = "run.device=cuda", "communication.transport=auto", "machine.compile=auto"
-        plan = plan_deck(deck, required_ranks(ranks), (*overrides, *on_gpus), advised=False)
+        plan = plan_deck(deck, required_ranks(ranks), (*overrides, *on_gpus), PlanOptions(with_savings=False))
         rehearsal = rehearse_deck(plan)
         if launched_rank(os.environ) == 0:
             click.echo(rehearsal_text(rehearsal), nl=False)

@@ -60,7 +60,7 @@ def command(
     from hpctrain.deck.reference import reference_text
     from hpctrain.deck.toml_text import deck_text
     from hpctrain.host.launcher import launched_rank, launched_size
-    from hpctrain.plan.deck_references import named_problems
+    from hpctrain.plan.deck_references import reference_problems
 
     size = launched_size(os.environ)
     if ranks is None and size > 1:
@@ -85,7 +85,7 @@ def command(
             raise click.UsageError("--migrate conflicts with --set, since it prints the deck as written")
         text = migrated_text(Path(deck))
     else:
-        resolved = read_deck(deck, overrides, ranks, _SourceReader(), partial(named_problems, code=True))
+        resolved = read_deck(deck, overrides, ranks, _SourceReader(), partial(reference_problems, code=True))
         if resolved.layout.auto and ranks is not None:
             from hpctrain.plan.search.deck_search import laid_out
 

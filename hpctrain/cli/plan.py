@@ -118,30 +118,36 @@ def command(
     memory must suffice. The exit code is 70 if messages do not match. With run.device = "cuda", the rules are
     those of NCCL: messages have no tags, and each communicator runs its calls in order on a stream.
     """
-    from hpctrain.plan.deck_plan import plan_deck
-    from hpctrain.plan.forms import wished_link
+    from hpctrain.plan.deck_plan import PlanOptions, plan_deck
+    from hpctrain.plan.forms import parse_planned_link
     from hpctrain.plan.option_conflicts import require_fitting, required_ranks
     from hpctrain.plan.plan_text import plan_text
+    from hpctrain.plan.planned_sweep import SweepOptions
     from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
     from hpctrain.plan.search.deck_search import SearchOptions
     from hpctrain.plan.search.search_output import searched
-    from hpctrain.plan.sweep_output import swept
+    from hpctrain.plan.sweep_output import OutputOptions, sweep_output
     from hpctrain.plan.time.machine_rates import read_machine
     from hpctrain.report.terminal import stderr_console
 
     require_fitting(written_options(click.get_current_context()))
-    wish = wished_link(link, step_seconds, like)
+    planned_link = parse_planned_link(link, step_seconds, like)
     rates = read_machine(machine) if machine is not None else None
     if sweeps:
-        told = swept(deck, ranks, overrides, sweeps, ranks_per_node, rates, weak, plot, pareto, as_json)
-        click.echo(told, nl=as_json)
+        sweep_options, output = (
+            SweepOptions(ranks_per_node, rates, weak),
+            OutputOptions(plot, pareto, as_json),
+        )
+        text = sweep_output(deck, ranks, overrides, sweeps, sweep_options, output)
+        click.echo(text, nl=as_json)
         return
     if search:
         wished = SearchOptions(ranks_per_node, rates, all_schedules)
         told = searched(deck, ranks, overrides, wished, write, as_json, force=force, plot=plot)
         click.echo(told, nl=as_json)
         return
-    plan = plan_deck(deck, required_ranks(ranks), overrides, ranks_per_node, not as_json, wish, forms, rates)
+    options = PlanOptions(ranks_per_node, not as_json, forms, planned_link, rates)
+    plan = plan_deck(deck, required_ranks(ranks), overrides, options)
     if not rehearse:
         click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
         click.get_current_context().exit(plan.exit_code)

@@ -19,8 +19,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import GPU_KINDS
 from hpctrain.job.job_options import JobOptions, Launcher
 from hpctrain.job.option_problems import option_problems
-from hpctrain.plan.deck_plan import plan_deck
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
+from hpctrain.plan.deck_references import reference_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.deck_search import laid_out
 from hpctrain.text import command, counted
@@ -116,7 +116,7 @@ def plan_job(path: Path, overrides: Sequence[str], options: JobOptions) -> Job:
     """
     _check_options(options, path, overrides)
     deck = assume_planned_device(
-        read_deck(path, overrides, read_source=read_source_keys, check_files=named_problems),
+        read_deck(path, overrides, read_source=read_source_keys, check_files=reference_problems),
         options.gpus_per_node,
     )
     machine = deck.machine
@@ -131,7 +131,7 @@ def plan_job(path: Path, overrides: Sequence[str], options: JobOptions) -> Job:
     deck = laid_out(deck, most * ranks, ranks)
     check_world(deck, most * ranks)
     for variant in options.variants:
-        read_deck(path, [*overrides, *variant], most * ranks, read_source_keys, named_problems)
+        read_deck(path, [*overrides, *variant], most * ranks, read_source_keys, reference_problems)
     node_counts = tuple(n for n in range(least, most + 1) if _fits(deck, most * ranks, n * ranks))
     memory, warnings = _memory(path, overrides, deck, most * ranks, ranks)
     job = Job(
@@ -271,7 +271,7 @@ def _memory(
     if deck.model.vocabulary is None and not tokens_exist(deck):
         return machine_memory, []
     sets = [*overrides, f"run.device={deck.run.device}"]
-    plan = plan_deck(path, ranks, sets, ranks_per_node, advised=False)
+    plan = plan_deck(path, ranks, sets, PlanOptions(ranks_per_node, with_savings=False))
     if deck.run.device in GPU_KINDS:
         demand = plan.demand
         return machine_memory, [] if demand is None or demand.fits else [

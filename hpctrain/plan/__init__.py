@@ -1,1 +1,1 @@
-"""What a deck will cost, told from the deck alone."""
+"""Prediction of what a deck costs before it runs: memory, traffic and time."""

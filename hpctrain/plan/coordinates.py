@@ -1,4 +1,4 @@
-"""Where a deck's layout puts the ranks that were started: at which coordinates, and who crosses nodes."""
+"""Coordinates of ranks on the mesh of a deck, and axes that communicate between nodes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpctrain.text import counted
 
 
 def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None:
-    """Add to a report the ranks' coordinates on the deck's mesh, or what of it does not fit. Collective.
+    """Add the coordinates of all ranks on the deck's mesh to a report, or the errors of the deck. Collective.
 
-    A device of the deck that a rank does not have is a fatal finding, as it is an error of a run.
+    If a rank does not have the deck's device, this is a fatal finding, since a run would fail.
     """
     ranks = len(report.ranks)
     try:
@@ -41,10 +41,10 @@ def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None
     report.add([DoctorFinding("deck", f"{path}: {axes}", remedy if crossing else "")])
     report.add(_device_problems(deck.run.device, report.ranks[report.rank].local_rank))
     if len(set(topology.nodes)) > 1:
-        report.add([DoctorFinding("topology", ways(topology, report.coordinates))])
+        report.add([DoctorFinding("topology", axis_links(topology, report.coordinates))])
     threads = deck.run.threads
-    crowded = core_warning(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
-    report.add([DoctorFinding("threads", f"run.threads = {threads} per rank", crowded)])
+    core_problem = core_warning(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
+    report.add([DoctorFinding("threads", f"run.threads = {threads} per rank", core_problem)])
 
 
 def _device_problems(name: str, local_rank: int) -> list[DoctorFinding]:
@@ -57,15 +57,22 @@ def _device_problems(name: str, local_rank: int) -> list[DoctorFinding]:
     return []
 
 
-def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:
-    """How the ranks along each axis of a mesh reach each other, in words: `places` are their coordinates."""
+def axis_links(topology: Topology, rank_coordinates: Sequence[Mapping[str, int]]) -> str:
+    """Describe how the ranks along each axis of a mesh reach each other.
+
+    Args:
+        topology: Node of each rank.
+        rank_coordinates: Coordinates of each rank.
+    """
     emulation = "" if topology.emulated_ranks_per_node is None else ", emulated"
     texts = [f"{counted(len(set(topology.nodes)), 'node')}{emulation}"]
-    for axis in places[0]:
+    for axis in rank_coordinates[0]:
         groups: dict[tuple[int, ...], list[int]] = {}
-        for node, place in zip(topology.nodes, places, strict=True):
-            others = tuple(number for name, number in place.items() if name != axis and name in AXES)
-            groups.setdefault(others, []).append(node)
+        for node, position in zip(topology.nodes, rank_coordinates, strict=True):
+            other_coordinates = tuple(
+                number for name, number in position.items() if name != axis and name in AXES
+            )
+            groups.setdefault(other_coordinates, []).append(node)
         sizes = {(len(set(nodes)), ranks_per_node_of(nodes)) for nodes in groups.values()}
         (count, together), *more = sorted(sizes, reverse=True)
         if axis not in AXES or all(len(nodes) == 1 for nodes in groups.values()):

@@ -1,4 +1,4 @@
-"""From a deck's file to its plan, whether it fits, and the plans of what could be changed in it."""
+"""Complete plan of a deck: memory, traffic and time, and changes that would improve them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.construction import architecture_of
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_references import reference_problems
 from hpctrain.plan.form_alternatives import other_forms
 from hpctrain.plan.form_cost import form_seconds
-from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_form
+from hpctrain.plan.forms import FormPlan, FormPlanner, OtherForm, PlannedLink, exact_form
 from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.memory_plan import MemoryPlan
@@ -34,10 +34,23 @@ from hpctrain.plan.traffic_plan import TrafficPlan, plan_traffic
 
 @dataclass(frozen=True)
 class DeckPlan:
-    """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
-    what would save most, the most first, what ranks send each other, of several stages their pipeline; on a
-    machine whose rates are known a step, what is sent to any other rank, and what limits it and would help.
-    `title` is what the model is called.
+    """Plan of a deck on a number of ranks.
+
+    Attributes:
+        deck: The deck, with measured choices of kernels.
+        ranks: Number of ranks.
+        memory: Predicted memory of all ranks.
+        demand: Memory that a node needs, with its limit; None if the limit is unknown.
+        savings: Changes of the deck that save memory, the largest saving first.
+        traffic: Bytes that ranks send with the deck's form of communication, and with exact sums.
+        other_forms: Plans of other forms of communication, if they were requested.
+        pipeline: Split and bubble of the pipeline; None with one stage.
+        machine: Rates of the machine; None if they are unknown. Then `step`, `total_traffic` and `advice` are
+            None.
+        step: Predicted step time.
+        total_traffic: Bytes that ranks send, with those to ranks of the same node.
+        advice: Limits of the step time, and the change that would reduce it most.
+        title: Description of the model.
     """
 
     deck: Deck
@@ -45,12 +58,12 @@ class DeckPlan:
     memory: MemoryPlan
     demand: MemoryDemand | None
     savings: tuple[MemorySaving, ...]
-    moved: FormPlan
-    others: tuple[OtherForm, ...] = ()
+    traffic: FormPlan
+    other_forms: tuple[OtherForm, ...] = ()
     pipeline: PipelinePlan | None = None
     machine: MachineRates | None = None
     step: StepPlan | None = None
-    sent: TrafficPlan | None = None
+    total_traffic: TrafficPlan | None = None
     advice: Advice | None = None
     title: str = ""
 
@@ -62,48 +75,70 @@ class DeckPlan:
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
         demand = self.demand
-        planned = self.memory.row() | {"communication": self.moved.row()}
+        planned = self.memory.row() | {"communication": self.traffic.row()}
         if self.pipeline is not None:
             planned |= {"pipeline": self.pipeline.row()}
         if self.step is not None:
             planned |= self.step.row() | {"total_bytes": self.memory.largest.memory.total}
-        if self.sent is not None:
-            planned |= {"bytes_by_axis": self.sent.most.sent()}
-            planned |= {"bytes_between_nodes_by_axis": self.moved.own.most.sent()}
+        if self.total_traffic is not None:
+            planned |= {"bytes_by_axis": self.total_traffic.largest.sent()}
+            planned |= {"bytes_between_nodes_by_axis": self.traffic.own.largest.sent()}
         if self.advice is not None:
             planned |= {"advice": self.advice.row()}
-        if self.others:
-            planned |= {"forms": [each.row() for each in self.others]}
+        if self.other_forms:
+            planned |= {"forms": [each.row() for each in self.other_forms]}
         if demand is None:
             return planned
         node = {"ranks": demand.ranks, "needed_bytes": demand.needed, "memory_bytes": demand.limit.bytes}
         return planned | {"node": node | {"fits": demand.fits}}
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of a plan.
+
+    Attributes:
+        ranks_per_node: Number of ranks per node. By default it is that of the deck, or else all ranks.
+        with_savings: True to look for changes of the deck that save memory.
+        with_forms: True to plan all other forms of communication, too.
+        link: Link over which traffic is planned. By default it is the link that the deck emulates.
+        rates: Rates of a machine, with which the step time is predicted. By default they are those that the
+            deck names. The machine's nodes have what the deck does not say about them.
+    """
+
+    ranks_per_node: int | None = None
+    with_savings: bool = True
+    with_forms: bool = False
+    link: PlannedLink | None = None
+    rates: MachineRates | None = None
+
+
 def plan_deck(
     path: Path,
     ranks: int,
     overrides: Sequence[str] = (),
-    ranks_per_node: int | None = None,
-    advised: bool = True,
-    wish: LinkWish | None = None,
-    forms: bool = False,
-    rates: MachineRates | None = None,
+    options: PlanOptions = PlanOptions(),
 ) -> DeckPlan:
-    """Plan the deck in a file, and with `advised` what changes of it would save.
+    """Plan the deck in a file.
 
-    With `forms` every other form of communication is planned too. What is sent is planned over the link of
-    the `wish`, or the one that the deck emulates, too. The token file is opened only where the deck leaves
-    its vocabulary to it. A node has `ranks_per_node` ranks, else those that the deck emulates, else those of
-    its [machine], else all. On a machine whose `rates` are known, or named by the deck, a step's seconds are
-    planned too, and its nodes have what the deck does not say of them.
+    The token file is opened only if the deck takes its vocabulary from it.
 
-    Raises HpctrainError as a run on so many ranks would.
+    Args:
+        path: File of the deck.
+        ranks: Number of ranks.
+        overrides: Arguments of `--set`.
+        options: Options of the plan.
+
+    Raises:
+        HpctrainError: A run on this number of ranks would fail with this error.
     """
-    named = partial(named_problems, rates=rates is None)
+    ranks_per_node, rates = options.ranks_per_node, options.rates
+    check_references = partial(reference_problems, rates=rates is None)
 
     def read(*changes: str) -> Deck:
-        deck = assume_planned_device(read_deck(path, [*overrides, *changes], ranks, read_source_keys, named))
+        deck = assume_planned_device(
+            read_deck(path, [*overrides, *changes], ranks, read_source_keys, check_references)
+        )
         if deck.layout.auto:
             if not chosen:
                 chosen.append(chosen_layout(deck, ranks, ranks_per_node, rates)[0])
@@ -117,41 +152,51 @@ def plan_deck(
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = vocabulary_of(deck)
     budget = MemoryBudget(ranks, vocabulary, ranks_per_node, () if rates is None else rates.memories)
-    title = architecture_of(deck, vocabulary).title  # and what building a module loads is a library
+    title = architecture_of(deck, vocabulary).title  # loads libraries that the next line measures
     budget.process_bytes(deck)
     memory = budget.plan(deck)
     savings: list[MemorySaving] = []
-    if advised:
+    if options.with_savings:
         savings = find_savings(deck, memory, read, budget.plan)
     machine = deck.machine
-    apart = min(ranks, per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
-    if wish is None and deck.communication.link is not None:
-        wish = LinkWish(deck.communication.link)
+    ranks_on_node = min(ranks, per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
+    link = options.link
+    if link is None and deck.communication.link is not None:
+        link = PlannedLink(deck.communication.link)
 
     def cost(form: Deck) -> float | None:
-        return form_seconds(form, exact_form(form), ranks, vocabulary, apart)
+        return form_seconds(form, exact_form(form), ranks, vocabulary, ranks_on_node)
 
-    moved, others = plan_form(deck, ranks, vocabulary, apart, wish, cost), list[OtherForm]()
-    for name, changes in other_forms(deck, ranks) if forms else ():
+    form_planner = FormPlanner(ranks, vocabulary, ranks_on_node, link, cost)
+    traffic, alternatives = form_planner.plan(deck), list[OtherForm]()
+    for name, changes in other_forms(deck, ranks) if options.with_forms else ():
         try:
             other = read(*changes)
         except HpctrainError:
-            continue  # what this deck cannot have is no advice
-        others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
+            continue  # the deck does not support this form
+        alternatives.append(OtherForm(name, changes, form_planner.plan(other, traffic)))
     demand = budget.demand(deck, memory)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
-    planned_deck = budget.with_kernels(deck), ranks, memory, demand, tuple(savings), moved, tuple(others)
+    planned_deck = (
+        budget.with_kernels(deck),
+        ranks,
+        memory,
+        demand,
+        tuple(savings),
+        traffic,
+        tuple(alternatives),
+    )
     if rates is None:
         return DeckPlan(*planned_deck, pipeline, title=title)
-    step, sent = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
+    step, total_traffic = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
 
-    def timed(deck: Deck, rates: MachineRates) -> StepPlan:
+    def predict_step(deck: Deck, rates: MachineRates) -> StepPlan:
         return plan_step(deck, ranks, vocabulary, rates)
 
-    def held(deck: Deck) -> tuple[int, bool | None]:
+    def predict_memory(deck: Deck) -> tuple[int, bool | None]:
         memory = budget.plan(deck)
         demand = budget.demand(deck, memory)
         return memory.largest.memory.total, None if demand is None else demand.fits
 
-    advice = advise(deck, ranks, step, rates, read, timed, held, memory.largest.memory.total)
-    return DeckPlan(*planned_deck, pipeline, rates, step, sent, advice, title)
+    advice = advise(deck, ranks, step, rates, read, predict_step, predict_memory, memory.largest.memory.total)
+    return DeckPlan(*planned_deck, pipeline, rates, step, total_traffic, advice, title)

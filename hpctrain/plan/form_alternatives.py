@@ -1,4 +1,7 @@
-"""The forms of communication that a deck could have instead, as changes of it."""
+"""Other forms of communication that a deck could use, as changes of the deck.
+
+A form of communication is a compression of gradients, a kind of local steps, or a mode of parameter servers.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,26 @@ from hpctrain.deck.sections.server import ServerTable
 from hpctrain.deck.sources import toml_value
 
 LOCAL_STEPS = 20
-"""Steps of a replica between two meetings, where a deck does not say."""
+"""Steps between two synchronizations of replicas, if the deck has no local steps."""
 
-_PLAIN: Mapping[str, object] = {
+_EXACT: Mapping[str, object] = {
     "communication.compress": "none",
     "communication.warmup": 0,
     "communication.server": None,
     "layout.local_steps": None,
 }
-"""The keys by which all bits travel in every step, and tables that a deck leaves out for this."""
+"""Values of keys with which gradients are summed exactly in every step."""
 
-_WARMED = frozenset({"onebit", "topk"})
-"""Forms whose papers begin with exact sums."""
+_WITH_WARMUP = frozenset({"onebit", "topk"})
+"""Compressions whose papers begin with steps that sum exactly."""
 
 
 def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each form by its name, exact sums first, with the `--set` arguments that make it of the deck.
+    """Yield the name of each form of communication, and the `--set` arguments that select it.
 
-    Forms of sums are those of the schema; with several data ranks also every way of local steps, a replica
-    each. What a form does not do without is set as papers advise. Whether the deck can have it is not asked.
+    Exact sums come first. There is one form for each compression and each mode of servers that the schema
+    has. With several data ranks, each kind of local steps follows, with one replica per data rank. Other keys
+    that a form needs have the values that its paper recommends. The deck may not support all forms.
     """
     yield "exact", _changes(deck, [])
     warm = max(1, deck.run.steps // 4)
@@ -44,7 +48,7 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
         if name == deck.communication.compress != "none":
             yield name, _changes(deck, [f"communication.compress={name}", *own])
         elif name != "none":
-            warm_up = [f"communication.warmup={warm}"] if name in _WARMED else []
+            warm_up = [f"communication.warmup={warm}"] if name in _WITH_WARMUP else []
             yield name, _changes(deck, [f"communication.compress={name}", *warm_up])
     for name in get_args(ServerTable.model_fields["mode"].annotation):
         yield f"server {name}", _changes(deck, [f"communication.server.mode={name}"])
@@ -52,17 +56,20 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
     if data == 1:
         return
     steps = deck.layout.steps_between_syncs
-    local = steps if steps > 1 else LOCAL_STEPS
+    local_steps = steps if steps > 1 else LOCAL_STEPS
     for name in get_args(LocalStepsTable.model_fields["outer"].annotation):
-        apart = [f"replicas={data}", f"steps={local}", f"outer={name}"]
-        yield f"{name}, {local} local steps", _changes(deck, [f"layout.local_steps.{each}" for each in apart])
+        table_values = [f"replicas={data}", f"steps={local_steps}", f"outer={name}"]
+        yield (
+            f"{name}, {local_steps} local steps",
+            _changes(deck, [f"layout.local_steps.{each}" for each in table_values]),
+        )
 
 
-def _changes(deck: Deck, given: Sequence[str]) -> tuple[str, ...]:
-    """These, after what takes the other forms of the deck back."""
-    back = []
-    for key, value in _PLAIN.items():
-        is_given = any(change.startswith((f"{key}=", f"{key}.")) for change in given)
-        if deck.value(key) != value and (value is None or not is_given):
-            back.append(f"{key}={toml_value('none' if value is None else value)}")
-    return (*back, *given)
+def _changes(deck: Deck, changes: Sequence[str]) -> tuple[str, ...]:
+    """Return the given changes, after changes that remove all other forms of communication from the deck."""
+    resets = []
+    for key, value in _EXACT.items():
+        is_changed = any(change.startswith((f"{key}=", f"{key}.")) for change in changes)
+        if deck.value(key) != value and (value is None or not is_changed):
+            resets.append(f"{key}={toml_value('none' if value is None else value)}")
+    return (*resets, *changes)

@@ -1,8 +1,9 @@
-"""What it costs a rank to send less: the form's own computing, timed on this machine.
+"""Time that compressed communication needs for computation, measured on this machine.
 
-A stage is built in the memory of this process, as a run's first rank would hold it, on groups that give back
-what they are given, and gets gradients of noise. A step's sums and what replicas do are timed so with the
-deck's form and with exact sums; the difference is the cost. Of a large model fewer blocks stand for all.
+A stage is built in the memory of this process, as the first rank of a run would have it. Its groups return
+what they are given, and its gradients are random. The reductions of a step and the synchronization of
+replicas are timed with the deck's form of communication and with exact sums. The cost is the difference. A
+large model is measured with fewer blocks, and the result is scaled up.
 """
 
 from __future__ import annotations
@@ -32,15 +33,25 @@ from hpctrain.plan.step_on_meta import rehearse
 from hpctrain.plan.traffic_plan import PlannedWeights, steady
 
 PARAMETERS = 40_000_000
-"""Of the model that is timed, about, at the most."""
+"""Approximate number of parameters of the largest model that is timed."""
 
 _ROUNDS = 4
 
 
 def form_seconds(deck: Deck, plain: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> float | None:
-    """Seconds of a step that the deck's form takes beyond those of `plain`; None of GPUs, not timed here.
+    """Return how many more seconds a step computes than with exact sums.
 
-    Workers of servers compute no more than others.
+    Workers of parameter servers compute no more than other ranks.
+
+    Args:
+        deck: The deck.
+        plain: The deck with exact sums.
+        ranks: Number of ranks.
+        vocabulary: Number of token ids of the model.
+        ranks_per_node: Number of ranks per node.
+
+    Returns:
+        The seconds; None for GPUs, since this machine may have none.
     """
     if deck.communication.server is not None:
         return 0.0
@@ -50,11 +61,11 @@ def form_seconds(deck: Deck, plain: Deck, ranks: int, vocabulary: int, ranks_per
     blocks = shape.layers
     while blocks > 1 and count(_with_layers(shape, blocks)).parameters > PARAMETERS:
         blocks = (blocks + 1) // 2
-    timed = _with_layers(shape, blocks)
+    small_shape = _with_layers(shape, blocks)
     torch.set_num_threads(deck.run.threads)
-    scale = count(shape).parameters / count(timed).parameters / deck.layout.pipeline
-    taken = [_seconds(each, timed, ranks, ranks_per_node) for each in (deck, plain)]
-    return max(0.0, scale * (taken[0] - taken[1]))
+    scale = count(shape).parameters / count(small_shape).parameters / deck.layout.pipeline
+    seconds = [_seconds(each, small_shape, ranks, ranks_per_node) for each in (deck, plain)]
+    return max(0.0, scale * (seconds[0] - seconds[1]))
 
 
 def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
@@ -62,37 +73,37 @@ def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
 
 
 def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
-    """Of a step's sums and of what replicas do, the mean over the steps between their meetings."""
+    """Return the seconds of the reductions of a step, and of the synchronization of replicas per step."""
     stage = _build(steady(deck), shape, ranks, ranks_per_node)
     weights, period = PlannedWeights(stage), deck.layout.steps_between_syncs
     stage.replica_sync.begin(weights)
 
-    def meet() -> None:
+    def synchronize() -> None:
         for _ in range(period):
             weights.updates += 1
             stage.replica_sync.before_update(stage.buckets)
             stage.replica_sync.after_update(weights)
 
-    def sums() -> None:
+    def reduce() -> None:
         rehearse(stage, "none", accumulation(1), 0)
         stage.synchronizer.end_step(True, 1.0)
 
     with torch.no_grad():
-        return (_least(sums) + _least(meet) / period) / deck.run.threads
+        return (_least(reduce) + _least(synchronize) / period) / deck.run.threads
 
 
-def _least(act: Callable[[], None]) -> float:
-    """Seconds of processors: others may be busy on this machine."""
-    taken = []
+def _least(call: Callable[[], None]) -> float:
+    """Return the smallest processor time of several calls. Other processes may use this machine meanwhile."""
+    seconds = []
     for _ in range(_ROUNDS):
-        began = time.process_time()
-        act()
-        taken.append(time.process_time() - began)
-    return min(taken)
+        start = time.process_time()
+        call()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
 def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> TrainedStage:
-    """A stage of all blocks in memory, whose gradients become noise as they are added."""
+    """Build a stage with all blocks. Each gradient that is added is replaced by random numbers."""
     cpu = torch.device("cpu")
     sizes = axis_sizes(deck, ranks)
     mesh = PlannedMesh(sizes, 0, ranks_per_node, calls=PlannedCalls(echo=True))
@@ -104,13 +115,13 @@ def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> Tr
     noise = torch.randn(max(bucket.length for bucket in stage.buckets), generator=generator)
     for bucket in stage.buckets:
         for segment in bucket.segments:
-            told = segment.parameter.on_gradient_added
-            assert told is not None
-            segment.parameter.on_gradient_added = partial(_fill, noise, told)
+            on_added = segment.parameter.on_gradient_added
+            assert on_added is not None
+            segment.parameter.on_gradient_added = partial(_fill, noise, on_added)
     return stage
 
 
-def _fill(noise: torch.Tensor, told: Callable[[Parameter], None], parameter: Parameter) -> None:
+def _fill(noise: torch.Tensor, on_added: Callable[[Parameter], None], parameter: Parameter) -> None:
     if parameter.gradient is not None:
         parameter.gradient.copy_(noise[: parameter.numel()].view(parameter.shape))
-    told(parameter)
+    on_added(parameter)

@@ -1,4 +1,4 @@
-"""What a deck's form of communication moves beside exact sums, and what that is worth over a link."""
+"""Traffic of a deck's form of communication, compared with exact sums, and its step time over a link."""
 
 from __future__ import annotations
 
@@ -17,16 +17,31 @@ from hpctrain.units import Link, UnitError, parse_link, parse_seconds
 
 
 @dataclass(frozen=True)
-class LinkWish:
-    """A link to plan for, and how long a step takes without it: `seconds`, or as in the run `like`."""
+class PlannedLink:
+    """Link for which a step is planned, and the step time without it.
+
+    Attributes:
+        link: The link.
+        seconds: Seconds of a step without the link; None if unknown.
+        like: Folder of a run whose measured step time is used; None without one.
+    """
 
     link: Link
     seconds: float | None = None
     like: Path | None = None
 
 
-def wished_link(link: str | None, seconds: str | None, like: Path | None) -> LinkWish | None:
-    """The wish of a command's options; HpctrainError for what is no link, and what is given in vain."""
+def parse_planned_link(link: str | None, seconds: str | None, like: Path | None) -> PlannedLink | None:
+    """Return the link that the options of `hpctrain plan` describe; None without `--link`.
+
+    Args:
+        link: Value of `--link`.
+        seconds: Value of `--step-seconds`.
+        like: Value of `--like`.
+
+    Raises:
+        HpctrainError: A value cannot be parsed, or options conflict.
+    """
     if link is None:
         if seconds is not None or like is not None:
             raise HpctrainError("--step-seconds and --like require --link")
@@ -38,16 +53,21 @@ def wished_link(link: str | None, seconds: str | None, like: Path | None) -> Lin
     except UnitError as error:
         raise HpctrainError(f"--link: {error}") from None
     try:
-        return LinkWish(parsed, None if seconds is None else parse_seconds(seconds), like)
+        return PlannedLink(parsed, None if seconds is None else parse_seconds(seconds), like)
     except UnitError as error:
         raise HpctrainError(f"--step-seconds: {error}") from None
 
 
 @dataclass(frozen=True)
 class OverLink:
-    """A step over a link. `cost` are the seconds of it in which less traffic is made of gradients and
-    weights, (None where it is not known), `exact` the step without that, and `even` the speed of links below
-    which it is slower; see `break_even`.
+    """Step over a link.
+
+    Attributes:
+        link: The link.
+        own: Step with the deck's form of communication.
+        exact: Step with exact sums; None if these are the deck's form.
+        cost: Seconds in which a step compresses gradients and weights; None if unknown.
+        even: Bytes per second of the link below which `exact` is slower, as `break_even` returns it.
     """
 
     link: Link
@@ -75,7 +95,13 @@ class OverLink:
 
 @dataclass(frozen=True)
 class FormPlan:
-    """What a deck moves, what it would by exact sums (None: that is its form), and over a link."""
+    """Traffic of a form of communication.
+
+    Attributes:
+        own: Traffic of the form.
+        exact: Traffic with exact sums; None if these are the form.
+        over: Step over a link; None without a link.
+    """
 
     own: TrafficPlan
     exact: TrafficPlan | None
@@ -90,7 +116,13 @@ class FormPlan:
 
 @dataclass(frozen=True)
 class OtherForm:
-    """A form that the deck could have instead, by its name, and the changes that make it."""
+    """Form of communication that the deck could use instead of its own.
+
+    Attributes:
+        name: Name of the form.
+        changes: Changes of the deck that select it.
+        plan: Its traffic.
+    """
 
     name: str
     changes: tuple[str, ...]
@@ -102,51 +134,68 @@ class OtherForm:
 
 
 def exact_form(deck: Deck) -> Deck:
-    """The deck with exact sums in every step."""
+    """Return the deck with exact sums in every step."""
     exact = {"compress": "none", "warmup": 0, "server": None}
     return deck.with_keys(communication=exact, layout={"local_steps": None})
 
 
-def plan_form(
-    deck: Deck,
-    ranks: int,
-    vocabulary: int,
-    ranks_per_node: int,
-    wish: LinkWish | None,
-    cost_of: Callable[[Deck], float | None],
-    beside: FormPlan | None = None,
-) -> FormPlan:
-    """Plan the deck's form and the exact one; `cost_of` measures what a form computes, in seconds a step.
+@dataclass(frozen=True)
+class FormPlanner:
+    """Planner of forms of communication on the same ranks.
 
-    The seconds of the wish are those of the form `beside`, where one is given, and else of this one. Without
-    a measured step only what moves is known, and nothing overlaps. HpctrainError as a run would raise, and as
-    in `measured_step`.
+    Args:
+        ranks: Number of ranks.
+        vocabulary: Number of token ids of the model.
+        ranks_per_node: Number of ranks per node.
+        link: Link over which steps are planned; None for traffic only.
+        cost_of: Function that measures the seconds per step that a deck's form computes; it returns None if
+            unknown.
     """
-    computing = ranks - server_ranks(deck)  # as many ranks compute without servers
 
-    def planned(form: Deck) -> TrafficPlan:
-        if form.communication.server is not None:
-            return plan_served_traffic(form, ranks, vocabulary, ranks_per_node)
-        return plan_traffic(form, computing, vocabulary, ranks_per_node)
+    ranks: int
+    vocabulary: int
+    ranks_per_node: int
+    link: PlannedLink | None
+    cost_of: Callable[[Deck], float | None]
 
-    plain = exact_form(deck)
-    own, exact = planned(deck), planned(plain) if plain != deck else None
-    if wish is None:
-        return FormPlan(own, exact, None)
-    cost = cost_of(deck) if exact is not None else None
-    seconds = wish.seconds or 0.0
-    if seconds and beside is not None and beside.over is not None:
-        seconds = max(0.0, seconds - (beside.over.cost or 0.0)) + (cost or 0.0)
-    if wish.like is not None:
-        like, measured = measured_step(wish.like)
-        # What a run measured has the cost of its own form in it.
-        paid = cost_of(like) if exact_form(like) != like else None
-        seconds = max(0.0, measured - (paid or 0.0)) + (cost or 0.0)
-    without = max(0.0, seconds - (cost or 0.0))
-    linked = linked_step(own, wish.link, seconds)
-    if exact is None:
-        return FormPlan(own, None, OverLink(wish.link, linked, None, None, None))
-    even = break_even(exact, own, wish.link.latency, (without, seconds))
-    return FormPlan(
-        own, exact, OverLink(wish.link, linked, linked_step(exact, wish.link, without), cost, even)
-    )
+    def plan(self, deck: Deck, reference: FormPlan | None = None) -> FormPlan:
+        """Return the plan of the deck's form and of exact sums.
+
+        Without a measured step, nothing overlaps, and only the time of messages is known.
+
+        Args:
+            deck: The deck.
+            reference: Form for which the step time of the link was measured. By default it is the deck's.
+
+        Raises:
+            HpctrainError: A run would fail with this error, or the measured step time cannot be read.
+        """
+        exact_deck = exact_form(deck)
+        servers = server_ranks(deck)
+        own = self._traffic(deck, servers)
+        exact = self._traffic(exact_deck, servers) if exact_deck != deck else None
+        if self.link is None:
+            return FormPlan(own, exact, None)
+        cost = self.cost_of(deck) if exact is not None else None
+        seconds = self.link.seconds or 0.0
+        if seconds and reference is not None and reference.over is not None:
+            seconds = max(0.0, seconds - (reference.over.cost or 0.0)) + (cost or 0.0)
+        if self.link.like is not None:
+            like, measured = measured_step(self.link.like)
+            # The measured step includes the cost of the form of that run.
+            like_cost = self.cost_of(like) if exact_form(like) != like else None
+            seconds = max(0.0, measured - (like_cost or 0.0)) + (cost or 0.0)
+        link, exact_seconds = self.link.link, max(0.0, seconds - (cost or 0.0))
+        linked = linked_step(own, link, seconds)
+        if exact is None:
+            return FormPlan(own, None, OverLink(link, linked, None, None, None))
+        even = break_even(exact, own, link.latency, (exact_seconds, seconds))
+        return FormPlan(
+            own, exact, OverLink(link, linked, linked_step(exact, link, exact_seconds), cost, even)
+        )
+
+    def _traffic(self, deck: Deck, servers: int) -> TrafficPlan:
+        if deck.communication.server is not None:
+            return plan_served_traffic(deck, self.ranks, self.vocabulary, self.ranks_per_node)
+        # The exact form of a deck with servers has no servers, and as many ranks compute.
+        return plan_traffic(deck, self.ranks - servers, self.vocabulary, self.ranks_per_node)

@@ -11,14 +11,14 @@ PLAIN = ""
 MODES = (PLAIN, "--sweep", "--search", "--rehearse")
 """Options that select what is planned; without any of them, it is the deck as it is."""
 
-_WRITTEN = {"--sweep": "--sweep KEY=V,V,..."}
-_AS_IT_IS = (PLAIN, "--rehearse")
+_SYNTAX = {"--sweep": "--sweep KEY=V,V,..."}
+_SINGLE_DECK_MODES = (PLAIN, "--rehearse")
 
-OF: Mapping[str, tuple[str, ...]] = {
-    "--link": _AS_IT_IS,
-    "--step-seconds": _AS_IT_IS,
-    "--like": _AS_IT_IS,
-    "--forms": _AS_IT_IS,
+MODES_OF_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "--link": _SINGLE_DECK_MODES,
+    "--step-seconds": _SINGLE_DECK_MODES,
+    "--like": _SINGLE_DECK_MODES,
+    "--forms": _SINGLE_DECK_MODES,
     "--all-schedules": ("--search",),
     "--write": ("--search",),
     "--force": ("--search",),
@@ -31,12 +31,12 @@ OF: Mapping[str, tuple[str, ...]] = {
 _NEEDED = {"--force": ("--write", "--write FILE"), "--pareto": ("--plot", "--plot FILE")}
 
 
-def require_fitting(asked: Collection[str]) -> None:
+def require_fitting(options: Collection[str]) -> None:
     """Raise HpctrainError if options, given by name, conflict or lack one that they require."""
-    ways = [way for way in MODES if way in asked]
-    if len(ways) > 1:
-        raise HpctrainError(f"{' and '.join(ways)} conflict with each other")
-    problems = list(_problems(asked, ways[0] if ways else PLAIN))
+    modes = [mode for mode in MODES if mode in options]
+    if len(modes) > 1:
+        raise HpctrainError(f"{' and '.join(modes)} conflict with each other")
+    problems = list(_problems(options, modes[0] if modes else PLAIN))
     if problems:
         raise HpctrainError(problems)
 
@@ -48,15 +48,15 @@ def required_ranks(ranks: int | None) -> int:
     return ranks
 
 
-def _problems(asked: Collection[str], way: str) -> Iterator[str]:
-    for option, ways in OF.items():
-        if option not in asked:
+def _problems(options: Collection[str], mode: str) -> Iterator[str]:
+    for option, modes in MODES_OF_OPTIONS.items():
+        if option not in options:
             continue
-        needed, written = _NEEDED.get(option, (option, ""))
-        if way in ways:
-            if needed not in asked:
-                yield f"{option} requires {written}"
-        elif way == PLAIN:
-            yield f"{option} requires {either(_WRITTEN.get(each, each) for each in ways)}"
+        needed, syntax = _NEEDED.get(option, (option, ""))
+        if mode in modes:
+            if needed not in options:
+                yield f"{option} requires {syntax}"
+        elif mode == PLAIN:
+            yield f"{option} requires {either(_SYNTAX.get(each, each) for each in modes)}"
         else:
-            yield f"{option} conflicts with {way}"
+            yield f"{option} conflicts with {mode}"

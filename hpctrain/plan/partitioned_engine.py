@@ -1,4 +1,4 @@
-"""An engine within planned memory, of a run whose models may have ranks of their own."""
+"""Engine of a run whose auxiliary models have ranks of their own, after a check of the predicted memory."""
 
 from __future__ import annotations
 
@@ -19,34 +19,47 @@ from hpctrain.plan.memory_demand import require_memory
 from hpctrain.plan.memory_plan import MemoryPlan
 
 
-def build_seat_within_memory(
-    deck: Deck, seat: ModelPlacement, ready: Callable[[], None] = lambda: None
+def build_partition_within_memory(
+    deck: Deck, placement: ModelPlacement, ready: Callable[[], None] = lambda: None
 ) -> tuple[Engine, MemoryPlan]:
-    """As `build_within_memory`, the engine of this rank's seat, and the plan of all ranks. Collective."""
-    world = seat.run_world
-    if not seat.has_dedicated_ranks:
-        return build_within_memory(deck, world, seat.mesh, ready)
-    with seat.agreement():
-        own = choose_kernels(with_split(seat.deck, seat.deck.runtime_choices.split), seat.world, seat.mesh)
-        spec = make_engine_spec(own, seat.world, seat.mesh)
-    carried = {"transport": seat.mesh.transport}
-    planned = deck.with_keys(run={"device": world.device.type}, communication=carried)
+    """Build the engine of the model that this rank has, if the predicted memory of the run fits. Collective.
+
+    It is like `build_within_memory` for a run whose ranks are divided among several models.
+
+    Args:
+        deck: Deck of the run.
+        placement: Model of this rank, and the ranks that share it.
+        ready: Function that is called when the memory is known to fit.
+
+    Returns:
+        The engine, and the predicted memory of all ranks of the run.
+    """
+    world = placement.run_world
+    if not placement.has_dedicated_ranks:
+        return build_within_memory(deck, world, placement.mesh, ready)
+    with placement.agreement():
+        model_deck = choose_kernels(
+            with_split(placement.deck, placement.deck.runtime_choices.split), placement.world, placement.mesh
+        )
+        spec = make_engine_spec(model_deck, placement.world, placement.mesh)
+    communication = {"transport": placement.mesh.transport}
+    planned = deck.with_keys(run={"device": world.device.type}, communication=communication)
     libraries = library_bytes() if on_host(world.device) else 0
-    placed = spec.placement.split, spec.schedule
+    split = spec.placement.split, spec.schedule
     per_node, plan = world.topology.ranks_per_node, None
     assert deck.model.vocabulary is not None
     with world.agreement():
         if world.rank == 0:
             numbers = world.size, deck.model.vocabulary, libraries, per_node
-            plan = plan_run_memory(planned.with_runtime_choices(own.runtime_choices), *numbers, *placed)
+            plan = plan_run_memory(planned.with_runtime_choices(model_deck.runtime_choices), *numbers, *split)
     plan = world.everyone.broadcast_object(plan)
     assert isinstance(plan, MemoryPlan)
-    here = plan.stages[seat.stage].required_bytes
-    more = "use more ranks in policy.critic_ranks or reference_ranks to reduce it"
-    overruled = "--set machine.memory=SIZE overrides the limit"
-    require_memory(world, deck.machine, deck.sources.name, here, lambda _: f"{more}; {overruled}")
-    world.planned_bytes = here
+    required_bytes = plan.stages[placement.stage].required_bytes
+    remedy = "use more ranks in policy.critic_ranks or reference_ranks to reduce it"
+    override = "--set machine.memory=SIZE overrides the limit"
+    require_memory(world, deck.machine, deck.sources.name, required_bytes, lambda _: f"{remedy}; {override}")
+    world.planned_bytes = required_bytes
     ready()
-    with seat.agreement():
-        engine = assemble(own, seat.world, seat.mesh, spec, build=seat.stage_builder)
+    with placement.agreement():
+        engine = assemble(model_deck, placement.world, placement.mesh, spec, build=placement.stage_builder)
     return engine, plan

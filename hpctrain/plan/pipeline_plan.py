@@ -1,4 +1,4 @@
-"""What a deck's pipeline will wait for, told from the FLOPs of its layers."""
+"""Predicted bubble of a pipeline and FLOPs of its stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from hpctrain.text import counted
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The blocks of each part of the model, the FLOPs of every stage over their mean, and the share of a
-    step's forward and backward in which ranks wait where a FLOP takes as long on all and messages take none.
+    """Split of a model over pipeline stages.
+
+    Attributes:
+        schedule: Name of the schedule.
+        micro_batches: Number of micro-batches per step.
+        split: Number of blocks of each part of the model.
+        loads: FLOPs of each stage, relative to the mean.
+        waiting: Share of forward and backward passes in which ranks wait, if all ranks are equally fast and
+            messages take no time.
     """
 
     schedule: str
@@ -33,7 +40,6 @@ class PipelinePlan:
         return {"split": list(self.split), "stage_loads": list(self.loads), "waiting": self.waiting}
 
     def __str__(self) -> str:
-        """A sentence."""
         return (
             f"{self.schedule}, {counted(self.micro_batches, 'micro-batch')}, blocks per chunk "
             f"{', '.join(map(str, self.split))}: the largest stage has {max(self.loads):.2f} times the mean "
@@ -42,7 +48,11 @@ class PipelinePlan:
 
 
 def plan_pipeline(deck: Deck, ranks: int, vocabulary: int) -> PipelinePlan | None:
-    """The plan of a deck with several stages, None of others. Raises HpctrainError as a run would."""
+    """Return the plan of a deck with several pipeline stages; None with one stage.
+
+    Raises:
+        HpctrainError: A run would fail with this error.
+    """
     if deck.layout.pipeline == 1:
         return None
     data, architecture = axis_sizes(deck, ranks)["data"], architecture_of(deck, vocabulary)

@@ -1,4 +1,4 @@
-"""A plan in words and tables for people."""
+"""Text of a plan: sentences and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.engine.choices.deck_kernels import describe_kernels, kernels_of
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.plan.auxiliary_memory import REWARD_MODELS
 from hpctrain.plan.deck_plan import DeckPlan
-from hpctrain.plan.form_text import form_lines, other_lines
+from hpctrain.plan.form_text import alternative_lines, form_lines
 from hpctrain.plan.memory_plan import MemoryPlan
 from hpctrain.plan.time.advice_text import advice_lines
 from hpctrain.plan.time.time_text import COMPARED, time_lines
@@ -40,7 +40,7 @@ UNKNOWN = (
 
 
 def plan_text(plan: DeckPlan) -> str:
-    """What every rank holds, where most of it goes, and what would save most."""
+    """Return the text of `hpctrain plan` about a deck."""
     deck, memory = plan.deck, plan.memory
     holder = holder_words(memory, memory.largest.stage).capitalize()
     active = active_words(memory.parameters_total, memory.parameters_active)
@@ -53,11 +53,11 @@ def plan_text(plan: DeckPlan) -> str:
         *memory_table(memory),
         "",
         f"{holder} needs up to {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
-        *_in_common(memory),
-        *_exchanges(memory),
-        *_beside(plan),
+        *_sharing_lines(memory),
+        *_exchange_lines(memory),
+        *_policy_lines(plan),
         *([] if memory.activations_known else [UNKNOWN.format(why=memory.unknown_reason)]),
-        _fits(plan),
+        _fit_line(plan),
     ]
     if plan.savings:
         rows = [
@@ -65,7 +65,7 @@ def plan_text(plan: DeckPlan) -> str:
             for saving in plan.savings[:SAVINGS_SHOWN]
         ]
         lines += ["Changes that save most memory, each on its own:", *table(rows)]
-    lines += [*form_lines(plan.moved), *other_lines(plan.others)]
+    lines += [*form_lines(plan.traffic), *alternative_lines(plan.other_forms)]
     lines += ["", f"Pipeline: {plan.pipeline}."] if plan.pipeline is not None else []
     if plan.step is not None and plan.machine is not None:
         hours = "GPU-hours" if not on_host(device_kind(deck.run.device)) else "rank-hours"
@@ -74,20 +74,22 @@ def plan_text(plan: DeckPlan) -> str:
         lines += advice_lines(plan.step, plan.advice)
     if deck.runtime_choices.kernels_note:
         kernels = kernels_of(deck, device_kind(deck.run.device), memory.sizes["data"])
-        told = describe_kernels(deck, kernels) or [f"matrix products are {deck.runtime_choices.kernels_note}"]
-        lines += [f"{line[0].upper()}{line[1:]}." for line in told]
+        kernel_lines = describe_kernels(deck, kernels) or [
+            f"matrix products are {deck.runtime_choices.kernels_note}"
+        ]
+        lines += [f"{line[0].upper()}{line[1:]}." for line in kernel_lines]
     if deck.layout.split == "balanced":
         lines += ['layout.split = "balanced" is measured when the run starts; this plan splits by FLOPs.']
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
 
 def _role(name: str, ranks: int) -> str:
-    """How many ranks have it."""
+    """Return the name of a role with its number of ranks."""
     return counted(ranks, name.removesuffix("s")) if name.endswith("s") else f"{name} {ranks}"
 
 
 def memory_table(memory: MemoryPlan) -> list[str]:
-    """The bytes of one rank of every stage; stages alike share a line."""
+    """Return a table of the bytes of one rank of every stage. Equal stages share a line."""
     kinds = kinds_of(*(stage.memory for stage in memory.stages))
     rows = [("memory per rank", "blocks", *kinds.values(), "total")]
     groups: list[tuple[list[int], int, MemoryAccount]] = []
@@ -108,43 +110,56 @@ def memory_table(memory: MemoryPlan) -> list[str]:
 
 
 def _size(memory: MemoryPlan, account: MemoryAccount, kind: str) -> str:
-    """The bytes of a kind, where they are known."""
+    """Return the bytes of a kind of memory, or "unknown"."""
     known = memory.activations_known or kind != "activation"
     return format_bytes(account.kinds()[kind]) if known else "unknown"
 
 
 def comparison_table(plan: MemoryPlan, stage: int, measured: MemoryAccount) -> list[str]:
-    """What was predicted of a rank of a stage beside what it held."""
+    """Return a table of the predicted and measured memory of a rank.
+
+    Args:
+        plan: Predicted memory of all ranks.
+        stage: Pipeline stage of the rank.
+        measured: Measured memory of the rank.
+    """
     predicted, holder = plan.stages[stage].memory, holder_words(plan, stage)
     rows = [(f"memory of {holder}", *COMPARED)]
     kinds = kinds_of(predicted, measured)
     pairs = [(name, predicted.kinds()[kind], measured.kinds()[kind]) for kind, name in kinds.items()]
     if not plan.activations_known:
         unknown = KINDS["activation"]
-        for name, there, here in pairs:
-            rows.append((name, "unknown" if name == unknown else format_bytes(there), format_bytes(here), ""))
+        for name, predicted_bytes, measured_bytes in pairs:
+            rows.append(
+                (
+                    name,
+                    "unknown" if name == unknown else format_bytes(predicted_bytes),
+                    format_bytes(measured_bytes),
+                    "",
+                )
+            )
         return table(rows)
-    for name, there, here in [*pairs, ("total", predicted.total, measured.total)]:
-        ratio = f"{100 * (there - here) / here:+.1f}%" if here else ""
-        rows.append((name, format_bytes(there), format_bytes(here), ratio))
+    for name, predicted_bytes, measured_bytes in [*pairs, ("total", predicted.total, measured.total)]:
+        ratio = f"{100 * (predicted_bytes - measured_bytes) / measured_bytes:+.1f}%" if measured_bytes else ""
+        rows.append((name, format_bytes(predicted_bytes), format_bytes(measured_bytes), ratio))
     return table(rows)
 
 
 def kinds_of(*accounts: MemoryAccount) -> dict[str, str]:
-    """The kinds and their names, without those of models that write and of GPUs where no account has any."""
+    """Return the kinds of memory and their names, without kinds of caches and GPUs that no account has."""
     absent = {kind for kind in {"cache", *OF_GPU} if not any(account.kinds()[kind] for account in accounts)}
     return {kind: name for kind, name in KINDS.items() if kind not in absent}
 
 
 def holder_words(plan: MemoryPlan, stage: int) -> str:
-    """Who holds what is planned of a stage."""
+    """Return how a message names a rank of a stage or role."""
     if plan.roles:
         return f"a rank of the {plan.roles[stage][0]}"
     return f"a rank of stage {stage}" if len(plan.stages) > 1 else "a rank"
 
 
 def largest_kinds(memory: MemoryPlan) -> str:
-    """Where most bytes go, on the ranks that hold most."""
+    """Return a clause about the two largest kinds of memory of the rank with most memory."""
     largest = memory.largest
     kinds = sorted(largest.memory.kinds().items(), key=lambda item: -item[1])[:2]
     shares = " and ".join(
@@ -155,25 +170,25 @@ def largest_kinds(memory: MemoryPlan) -> str:
 
 
 def active_words(parameters: int, active: int) -> str:
-    """How many parameters a token meets, with a comma behind, where it does not meet all."""
+    """Return the number of parameters that a token uses, with a comma; "" if it uses all."""
     return f"{format_count(active)} of them active, " if active < parameters else ""
 
 
-def _in_common(memory: MemoryPlan) -> list[str]:
-    """Of which ranks parameters are counted in parts, if of any."""
-    most = max(stage.sharers for stage in memory.stages)
-    sentence = f"{most} ranks of a node share their parameters in memory; each rank counts its part."
-    return [sentence] if most > 1 else []
+def _sharing_lines(memory: MemoryPlan) -> list[str]:
+    """Return a sentence about parameters that ranks of a node share; an empty list if none are shared."""
+    largest = max(stage.sharers for stage in memory.stages)
+    sentence = f"{largest} ranks of a node share their parameters in memory; each rank counts its part."
+    return [sentence] if largest > 1 else []
 
 
-def _beside(plan: DeckPlan) -> list[str]:
-    """What a model that learns by rewards has beside it, and what of its run is not planned."""
+def _policy_lines(plan: DeckPlan) -> list[str]:
+    """Return sentences about the auxiliary models of a policy, and about what is not planned."""
     deck, stage = plan.deck, plan.memory.largest
     if deck.objective.kind not in POLICY_KINDS:
         return []
-    held = [f"{name} {format_bytes(size)}" for name, size in stage.auxiliary_bytes.items()]
+    auxiliary = [f"{name} {format_bytes(size)}" for name, size in stage.auxiliary_bytes.items()]
     texts = concurrent_texts(deck, rank_count(plan.memory.sizes) // deck.layout.tensor)
-    lines = [f"This includes other models: {', '.join(held)}."] if held else []
+    lines = [f"This includes other models: {', '.join(auxiliary)}."] if auxiliary else []
     lines.append(
         f"The cache holds keys and values of {counted(texts, 'answer')} that a copy of the model generates "
         "together. It is smaller if memory is short. While it exists, there are no activations."
@@ -188,17 +203,17 @@ def _beside(plan: DeckPlan) -> list[str]:
     return lines
 
 
-def _exchanges(memory: MemoryPlan) -> list[str]:
-    """What goes to other ranks' experts and back, if anything does."""
-    most = max(stage.exchanged_bytes for stage in memory.stages)
-    if not most:
+def _exchange_lines(memory: MemoryPlan) -> list[str]:
+    """Return a sentence about the exchange with experts of other ranks; an empty list if there is none."""
+    largest = max(stage.exchanged_bytes for stage in memory.stages)
+    if not largest:
         return []
     sentence = "with the experts of other ranks per step, if loads are even"
-    return [f"A rank exchanges {format_bytes(most)} {sentence}."]
+    return [f"A rank exchanges {format_bytes(largest)} {sentence}."]
 
 
-def _fits(plan: DeckPlan) -> str:
-    """Whether a node has what its ranks need."""
+def _fit_line(plan: DeckPlan) -> str:
+    """Return a sentence that says if the ranks of a node fit into its memory."""
     demand = plan.demand
     if demand is None:
         return (

@@ -1,4 +1,4 @@
-"""What changes of a deck would save of the memory of its ranks."""
+"""Memory that ranks would save by single changes of a deck."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ LEAST_SAVING = 0.02  # of a rank's total; changes that save less are not told
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """A change of the deck and what the rank that holds most would then hold less, in bytes."""
+    """Change of the deck that saves memory.
+
+    Attributes:
+        change: The change, such as "layout.zero=3".
+        saved: Bytes that the rank with most memory saves.
+        total: Bytes that the rank with most memory then needs.
+    """
 
     change: str
     saved: int
@@ -30,10 +36,14 @@ def find_savings(
     plan: Callable[[Deck], MemoryPlan],
     seconds: float = inf,
 ) -> list[MemorySaving]:
-    """What changes of a deck would save, each by itself, the most first.
+    """Return the changes of a deck that save memory, the largest saving first. Each is planned on its own.
 
-    `memory` is its own plan; `changed` gives the deck with a change such as "layout.zero=3", `plan` its plan.
-    After `seconds` no other change is looked at.
+    Args:
+        deck: The deck.
+        memory: Memory plan of the deck.
+        changed: Function that returns the deck after a change such as "layout.zero=3".
+        plan: Function that returns the memory plan of a deck.
+        seconds: Time after which no further change is planned.
     """
     end = time.monotonic() + seconds
     held = memory.largest.memory.total
@@ -51,7 +61,7 @@ def find_savings(
 
 
 def _changes(deck: Deck, memory: MemoryPlan) -> Iterator[str]:
-    """Changes, each by itself, that take memory away from a rank."""
+    """Yield changes, each on its own, that reduce the memory of a rank."""
     if memory.zero_group > 1 or deck.layout.zero == 0:
         for zero in range(deck.layout.zero + 1, 4):
             yield f"layout.zero={zero}"

@@ -1,4 +1,4 @@
-"""In the place of a part whose layers cannot be asked: passes on as much, and adds to as many gradients."""
+"""Replacement of a model part that cannot run on the meta device, for plans of traffic."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from hpctrain.plan.step_on_meta import add
 
 @dataclass
 class SilentPart:
-    """Computes nothing, for the run's own executor; an objective has so many `figures`."""
+    """Model part that computes nothing, and has the gradients and output shapes of the original part.
+
+    The pipeline executor of the run can execute it.
+
+    Attributes:
+        part: The original part.
+        metrics: Number of metrics of the objective.
+    """
 
     part: ModelPart
-    figures: int
+    metrics: int
 
     def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
-        """See ModelPart; that of the last part is a number."""
+        """Return the hidden states without values; for the last part, one number."""
         shape = (1,) if self.part.span.has_head else self.hidden_shape(inputs.rows)
         if hidden is None:
             trained = any(parameter.requires_grad for parameter in parameter_list(self.part))
@@ -33,7 +40,7 @@ class SilentPart:
 
     def predict(self, last: Tensor, compute: object) -> Losses:  # noqa: ARG002
         """Return the result of `compute` for the output of the last part, with its parameters gathered."""
-        return Losses(last.sum(), (last.detach().sum(),) * self.figures)
+        return Losses(last.sum(), (last.detach().sum(),) * self.metrics)
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts."""
@@ -45,22 +52,22 @@ class SilentPart:
         return self.part.dtype
 
     def backward(self) -> None:
-        """One addition to each gradient of the part."""
+        """Add once to each gradient of the part."""
         for layer in reversed(self.part.layers):
             for _, added in layer.backward_order():
                 add(added)
 
 
 class _Silent(torch.autograd.Function):
-    """What a part makes, without memory."""
+    """Autograd function that returns the output of a part without values."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, part: SilentPart, shape: tuple[int, ...]) -> Tensor:
-        ctx.part, ctx.like = part, (given.shape, given.dtype)
+    def forward(ctx: Any, hidden: Tensor, part: SilentPart, shape: tuple[int, ...]) -> Tensor:
+        ctx.part, ctx.input_form = part, (hidden.shape, hidden.dtype)
         return torch.empty(shape, dtype=part.dtype, device=META)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
         ctx.part.backward()
-        shape, dtype = ctx.like
+        shape, dtype = ctx.input_form
         return torch.empty(shape, dtype=dtype, device=META), None, None

@@ -1,10 +1,10 @@
-"""Seconds of a step where a link is slow, and the speed of links at which less traffic breaks even.
+"""Seconds of a step over a slow link, and the speed of links at which compression breaks even.
 
-Each rank has such a link to all others (those of its node apart, where it has company there). What it waits
-for adds to the step. Sums of gradients that are started in backward move meanwhile, one after the other, each
-from when its share of the gradients was there; the backward pass of the last micro-batch takes 2/3 of a
-micro-batch, and what has not moved by its end adds to the step too. Local steps overlap with nothing but by
-their own delay.
+Each rank has a link of its own. Messages inside a node do not use it if several ranks share a node. The time
+for which a rank waits for messages adds to the step. Reductions of gradients that start in the backward pass
+run one after the other, each after its gradients are complete. The backward pass of the last micro-batch is
+2/3 of the time of a micro-batch. What has not been sent at its end adds to the step. The synchronization of
+local steps overlaps only with the steps of its delay.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hpctrain.report.metric_rows import METRICS_FILE, read_metrics
 from hpctrain.units import Link
 
 BACKWARD = 2 / 3
-"""Of the time of a micro-batch: two of its three products of each matrix."""
+"""Share of the backward pass in the time of a micro-batch: two of the three products of each matrix."""
 
-WARMING = 3
-"""The first steps of a run, which take longer than the others."""
+SLOW_STEPS = 3
+"""Number of first steps of a run that are ignored, since they take longer."""
 
 _SLOWEST, _FASTEST = 125.0, 1e14
 _HALVINGS = 100
@@ -35,37 +35,55 @@ _HALVINGS = 100
 
 @dataclass(frozen=True)
 class LinkedStep:
-    """A step over a link: the seconds it takes without one, and those that the link adds."""
+    """Time of a step over a link.
+
+    Attributes:
+        computing: Seconds of the step without the link.
+        moving: Seconds that the link adds.
+    """
 
     computing: float
     moving: float
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the complete step."""
         return self.computing + self.moving
 
 
 def linked_step(traffic: TrafficPlan, link: Link, computing: float) -> LinkedStep:
-    """A step of a deck that takes so long where links are fast, over this one: that of the slowest stage."""
+    """Return the time of a step over a link, that of the slowest stage.
+
+    Args:
+        traffic: Traffic of the deck.
+        link: The link.
+        computing: Seconds of a step without the link.
+    """
     window = BACKWARD * computing / traffic.micro_batches
     return LinkedStep(computing, max(_moving(stage, link, window, computing) for stage in traffic.stages))
 
 
 def _moving(stage: StageTraffic, link: Link, window: float, computing: float) -> float:
-    """Seconds that a step waits for its link, beside `window` seconds of backward, and steps `computing`."""
+    """Return the seconds for which a step waits for its link.
+
+    Args:
+        stage: Traffic of a pipeline stage.
+        link: The link.
+        window: Seconds of the last backward pass.
+        computing: Seconds of a step without the link.
+    """
     total = 0.0
     for step in stage.steps:
         free = later = 0.0
-        ahead = max((moved.ahead for moved in step), default=0)
-        for moved in step:
-            took = moved.traffic.seconds(link)
-            if moved.begun is None:
-                total += took
-            elif moved.ahead:
-                later += took
-            elif took:
-                free = max(free, moved.begun * window) + took
+        ahead = max((transfer.ahead for transfer in step), default=0)
+        for transfer in step:
+            seconds = transfer.traffic.seconds(link)
+            if transfer.start is None:
+                total += seconds
+            elif transfer.ahead:
+                later += seconds
+            elif seconds:
+                free = max(free, transfer.start * window) + seconds
         total += max(0.0, free - window) + max(0.0, later - ahead * computing)
     return total / len(stage.steps)
 
@@ -73,31 +91,39 @@ def _moving(stage: StageTraffic, link: Link, window: float, computing: float) ->
 def break_even(
     exact: TrafficPlan, other: TrafficPlan, latency: float, seconds: tuple[float, float]
 ) -> float | None:
-    """The speed of links, in bytes a second, below which a step of `other` is quicker than an exact one.
+    """Return the speed of links in bytes/s below which a step of `other` is faster than an exact one.
 
-    `seconds` are those of both without a link. None where it is quicker at no speed; infinite where it is at
-    any.
+    Args:
+        exact: Traffic with exact sums.
+        other: Traffic of another form of communication.
+        latency: Seconds of latency of the link.
+        seconds: Seconds of a step of both without the link.
+
+    Returns:
+        The speed; None if `other` is never faster, inf if it always is.
     """
 
-    def gained(speed: float) -> float:
+    def saved_seconds(speed: float) -> float:
         link = Link(speed, latency)
         return linked_step(exact, link, seconds[0]).seconds - linked_step(other, link, seconds[1]).seconds
 
     slow, fast = _SLOWEST, _FASTEST
-    if gained(slow) <= 0:
+    if saved_seconds(slow) <= 0:
         return None
-    if gained(fast) > 0:
+    if saved_seconds(fast) > 0:
         return inf
     for _ in range(_HALVINGS):
         middle = (slow * fast) ** 0.5
-        slow, fast = (middle, fast) if gained(middle) > 0 else (slow, middle)
+        slow, fast = (middle, fast) if saved_seconds(middle) > 0 else (slow, middle)
     return slow
 
 
 def measured_step(run_dir: Path) -> tuple[Deck, float]:
-    """The deck of a run, and the median of its steps' seconds, the first ones apart.
+    """Return the deck of a run, and the median seconds of its steps without the first ones.
 
-    InputOutputError where it has none; HpctrainError where they are those of a link that is not there.
+    Raises:
+        InputOutputError: The run has too few steps.
+        HpctrainError: The run emulated a link.
     """
     deck = read_stored_deck(run_dir / "deck.toml", CodeTrust())
     rows = read_metrics(run_dir / METRICS_FILE)
@@ -106,6 +132,6 @@ def measured_step(run_dir: Path) -> tuple[Deck, float]:
             f"{run_dir}: its times are those of an emulated link; use a run without communication.emulate"
         )
     seconds: Sequence[float] = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
-    if len(seconds) <= WARMING:
-        raise InputOutputError(f"{run_dir}: has {len(seconds)} steps; more than {WARMING} are required")
-    return deck, median(seconds[WARMING:])
+    if len(seconds) <= SLOW_STEPS:
+        raise InputOutputError(f"{run_dir}: has {len(seconds)} steps; more than {SLOW_STEPS} are required")
+    return deck, median(seconds[SLOW_STEPS:])

@@ -1,6 +1,6 @@
-"""A step of a stage that is planned: the run's own objects, in memory that is not there.
+"""Rehearsal of a step of a pipeline stage without memory, with the objects of a run.
 
-A rehearsal of a step finds what memory buckets take turns in.
+It shows which buckets use memory at the same time, and which messages they send.
 """
 
 from __future__ import annotations
@@ -25,27 +25,39 @@ def rehearse(
     schedule: Schedule,
     number: int,
 ) -> None:
-    """One step of a stage by its number, as far as buckets are concerned.
+    """Rehearse the bucket operations of a step of a stage. Nothing is computed.
 
-    Parameters are gathered and gradients opened, summed and closed in the order in which layers do so.
+    Parameters are gathered, and gradients are allocated, summed and freed, in the order of the layers.
+
+    Args:
+        stage: Stage on the meta device.
+        recompute: Kind of recomputation.
+        schedule: Schedule of the step.
+        number: Number of the stage.
     """
     passes = [_Passes(model, recompute) for model in stage.models]
     stage.synchronizer.start(schedule.micro_batches)
     with stage.residency.step("plan"):
         for action in schedule.stages[number]:
-            of_chunk = passes[action.chunk]
+            chunk_passes = passes[action.chunk]
             if action.kind == "F":
-                of_chunk.forward(stage.residency)
+                chunk_passes.forward(stage.residency)
             elif action.kind == "W":
-                for late in of_chunk.deferred_parameters:
-                    add(late)
+                for deferred in chunk_passes.deferred_parameters:
+                    add(deferred)
             else:
-                of_chunk.backward(stage.residency, action.kind == "I")
+                chunk_passes.backward(stage.residency, action.kind == "I")
         stage.synchronizer.finish()
 
 
 def rehearse_forward(stage: TrainedStage, schedule: Schedule, number: int) -> None:
-    """The forward passes of a step alone, of a stage that is not trained."""
+    """Rehearse the forward passes of a step of a stage that is not trained.
+
+    Args:
+        stage: Stage on the meta device.
+        schedule: Schedule of the step.
+        number: Number of the stage.
+    """
     with stage.residency.step("plan"):
         for action in schedule.stages[number]:
             if action.kind == "F":
@@ -53,93 +65,114 @@ def rehearse_forward(stage: TrainedStage, schedule: Schedule, number: int) -> No
                     _compute(layer, stage.residency, trained=False)
 
 
-class _Step(NamedTuple):
-    """Of a layer's backward: the parameter that is held meanwhile, those that are added, and those of them
-    that do not wait for their W.
+class _BackwardStep(NamedTuple):
+    """Step of the backward pass of a layer.
+
+    Attributes:
+        gathered: Parameter that is in memory during the step; None for none.
+        added: Parameters to whose gradients the step adds.
+        immediate: Those of them whose gradients are not deferred to a W action.
     """
 
-    held: Parameter | None
+    gathered: Parameter | None
     added: list[Parameter]
-    at_once: list[Parameter]
+    immediate: list[Parameter]
 
 
-class _Layer(NamedTuple):
-    """A layer as backward meets it: the layers whose forward passes it computes again, and its steps."""
+class _LayerBackward(NamedTuple):
+    """Backward pass of a layer.
 
-    again: Sequence[Layer]
-    throughout: Parameter | None
-    steps: list[_Step]
+    Attributes:
+        recomputed: Layers whose forward passes are computed again before it.
+        gathered: Parameter that is in memory during the whole pass; None for none.
+        steps: Steps of the pass.
+    """
+
+    recomputed: Sequence[Layer]
+    gathered: Parameter | None
+    steps: list[_BackwardStep]
 
 
 class _Passes:
-    """What the passes of a part ask of buckets, in their order; found once."""
+    """Bucket operations of the passes of a model part, in their order.
+
+    Attributes:
+        part: The model part.
+        deferred_parameters: Parameters whose gradients a W action adds, by layer, the last layer first.
+    """
 
     def __init__(self, part: ModelPart, recompute: Recomputed) -> None:
         self.part = part
-        self._layers = list(_met(part, recompute))
+        self._layers = list(_layer_backwards(part, recompute))
         self.deferred_parameters = [
             [p for _, added in layer.backward_order() for p in added if p in layer.deferred_parameters]
             for layer in reversed(part.layers)
         ]
 
     def forward(self, residency: ParameterResidency) -> None:
-        """All layers."""
+        """Rehearse the forward pass of all layers."""
         for layer in self.part.layers:
             _compute(layer, residency)
 
-    def backward(self, residency: ParameterResidency, waiting: bool) -> None:
-        """The layers, the last one first; with `waiting` the linear layers of blocks wait for their W."""
-        for again, throughout, steps in self._layers:
-            for other in again:
-                _compute(other, residency)
-            with _there(residency, throughout):
-                for held, added, at_once in steps:
-                    with _there(residency, held):
-                        add(at_once if waiting else added)
+    def backward(self, residency: ParameterResidency, defers: bool) -> None:
+        """Rehearse the backward pass of all layers.
+
+        Args:
+            residency: Parameters in memory.
+            defers: True if the weight gradients of linear layers are deferred to a W action.
+        """
+        for recomputed, gathered_block, steps in self._layers:
+            for layer in recomputed:
+                _compute(layer, residency)
+            with _in_memory(residency, gathered_block):
+                for gathered, added, immediate in steps:
+                    with _in_memory(residency, gathered):
+                        add(immediate if defers else added)
 
 
-def _met(part: ModelPart, recompute: Recomputed) -> Iterator[_Layer]:
-    """The layers that backward comes to, in its order."""
+def _layer_backwards(part: ModelPart, recompute: Recomputed) -> Iterator[_LayerBackward]:
+    """Yield the layers that the backward pass reaches, the last one first."""
     blocks = blocks_of(part)
     size = segment_size(recompute, len(blocks))
-    silent = blocks_without_backward(part)
-    seen = set(blocks[silent // (size or 1) * (size or 1) :])
+    unreached = blocks_without_backward(part)
+    reached = set(blocks[unreached // (size or 1) * (size or 1) :])
     for layer in reversed(part.layers):
-        again: Sequence[Layer] = ()
+        recomputed: Sequence[Layer] = ()
         if layer.is_block:
-            if layer not in seen:
+            if layer not in reached:
                 continue
             number = blocks.index(layer)
             if size and number == min(number // size * size + size, len(blocks)) - 1:
-                again = blocks[number // size * size : number + 1]  # the forward pass of its segment
+                recomputed = blocks[number // size * size : number + 1]  # the forward pass of its segment
         elif layer is part.layers[0] and not embedding_trained(part):
             continue
-        late = layer.deferred_parameters
+        deferred = layer.deferred_parameters
         steps = [
-            _Step(held, added, [p for p in added if p not in late]) for held, added in layer.backward_order()
+            _BackwardStep(gathered, added, [p for p in added if p not in deferred])
+            for gathered, added in layer.backward_order()
         ]
-        yield _Layer(again, layer.gather_keys[0] if layer.is_block else None, steps)
+        yield _LayerBackward(recomputed, layer.gather_keys[0] if layer.is_block else None, steps)
 
 
 def _compute(layer: Layer, residency: ParameterResidency, trained: bool = True) -> None:
-    """The forward pass of a layer."""
-    with ExitStack() as throughout:
+    """Rehearse the forward pass of a layer."""
+    with ExitStack() as gathered_block:
         for parameter in layer.gather_keys:
-            with ExitStack() as held:
-                held.enter_context(residency.in_memory(parameter))
+            with ExitStack() as gathered:
+                gathered.enter_context(residency.in_memory(parameter))
                 if trained and parameter in set(layer.added_in_forward):
                     assert not parameter.requires_grad or parameter.gradient is not None
                 if layer.is_block and parameter is layer.gather_keys[0]:
-                    throughout.push(held.pop_all())
+                    gathered_block.push(gathered.pop_all())
 
 
-def _there(residency: ParameterResidency, parameter: Parameter | None) -> AbstractContextManager[None]:
-    """The parameter is there within, if any is named."""
+def _in_memory(residency: ParameterResidency, parameter: Parameter | None) -> AbstractContextManager[None]:
+    """Return a context in which a parameter is in memory. It does nothing for None."""
     return nullcontext() if parameter is None else residency.in_memory(parameter)
 
 
 def add(parameters: Iterable[Parameter]) -> None:
-    """One addition to each gradient."""
+    """Add once to each gradient."""
     for parameter in parameters:
         if parameter.requires_grad:
             assert parameter.lookup_gradients or parameter.gradient is not None

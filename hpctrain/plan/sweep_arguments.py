@@ -1,4 +1,4 @@
-"""What `--sweep` says: a key of the deck, or `ranks`, and the values that it takes one after the other."""
+"""Arguments of `--sweep`: a key of the deck, or `ranks`, and its values."""
 
 from __future__ import annotations
 
@@ -26,60 +26,67 @@ _CLOSING = {"[": "]", "{": "}"}
 
 
 @dataclass(frozen=True)
-class Swept:
-    """A key and its values as `--set` would write them; of `ranks`, whole numbers."""
+class SweptKey:
+    """Key of the deck, or `ranks`, and its values in the syntax of `--set`."""
 
     key: str
     values: tuple[str, ...]
 
     @property
     def short(self) -> str:
-        """The key without its section."""
+        """Name of the key without its section."""
         return self.key.rpartition(".")[2]
 
 
 Changes = tuple[tuple[str, str], ...]
-"""Keys and values of a point, in the order in which they were asked for."""
+"""Keys and values of a point, in the order of the `--sweep` arguments."""
 
 
-def parse_sweeps(arguments: Sequence[str]) -> tuple[Swept, ...]:
-    """Those of all `--sweep` arguments. HpctrainError with all that is wrong with them."""
+def parse_sweeps(arguments: Sequence[str]) -> tuple[SweptKey, ...]:
+    """Return the keys and values of all `--sweep` arguments.
+
+    Raises:
+        HpctrainError: Arguments are wrong. It has the problems of all of them.
+    """
     problems = list[str]()
-    found = list[Swept]()
+    sweeps = list[SweptKey]()
     for argument in arguments:
         try:
             swept = parse_sweep(argument)
         except HpctrainError as error:
             problems += error.problems
             continue
-        if swept.key in [each.key for each in found]:
+        if swept.key in [each.key for each in sweeps]:
             problems.append(
                 f"--sweep {clipped(argument)}: {swept.key} is swept twice; give all values at once"
             )
-        found.append(swept)
-    count = prod(len(each.values) for each in found)
+        sweeps.append(swept)
+    count = prod(len(each.values) for each in sweeps)
     if count > MOST_POINTS and not problems:
-        sizes = " x ".join(str(len(each.values)) for each in found)
+        sizes = " x ".join(str(len(each.values)) for each in sweeps)
         problems.append(f"--sweep: {sizes} = {count} points are more than {MOST_POINTS}: give fewer values")
     if problems:
         raise HpctrainError(problems)
-    return tuple(found)
+    return tuple(sweeps)
 
 
-def parse_sweep(argument: str) -> Swept:
-    """One of `key=value,value,...`; commas in brackets and quotes belong to values."""
+def parse_sweep(argument: str) -> SweptKey:
+    """Return the key and the values of one `key=value,value,...`.
+
+    Commas in brackets and quotes belong to values.
+    """
     where = f"--sweep {clipped(argument)}"
     name, equals, text = argument.partition("=")
     section, dot, own = name.strip().partition(".")
     if not equals or not section or (dot and not own):
         raise HpctrainError(f"{where}: must be written as section.key=value,value,..., or ranks=64,128")
     if not dot and section != RANKS:
-        near = (
+        hint = (
             f"must be written as {section}.key=value,..."
             if section in sections()
             else unknown_key("", section)
         )
-        raise HpctrainError(f"{where}: {near}")
+        raise HpctrainError(f"{where}: {hint}")
     if dot:
         if section not in sections():
             raise HpctrainError(f"{where}: {unknown_section(section, [own])}")
@@ -93,52 +100,52 @@ def parse_sweep(argument: str) -> Swept:
     if not all(values):
         which = "no values" if not "".join(values) else "a value that is empty"
         raise HpctrainError(f"{where}: has {which}: write them with commas between them")
-    twice = next((value for value in values if values.count(value) > 1), None)
-    problems = [f"{where}: {clipped(twice)} is given twice"] if twice is not None else []
+    repeated = next((value for value in values if values.count(value) > 1), None)
+    problems = [f"{where}: {clipped(repeated)} is given twice"] if repeated is not None else []
     for value in dict.fromkeys(values):
-        wrong = _wrong_ranks(value) if not dot else _wrong(f"{section}.{own}", value)
-        problems += [f"{where}: {clipped(value)}: {wrong}"] if wrong else []
+        problem = _ranks_problem(value) if not dot else _value_problem(f"{section}.{own}", value)
+        problems += [f"{where}: {clipped(value)}: {problem}"] if problem else []
     if problems:
         raise HpctrainError(problems)
-    return Swept(f"{section}.{own}" if dot else RANKS, values)
+    return SweptKey(f"{section}.{own}" if dot else RANKS, values)
 
 
-def points(sweeps: Sequence[Swept]) -> Iterator[Changes]:
-    """All combinations of values, the last key's changing first."""
+def points(sweeps: Sequence[SweptKey]) -> Iterator[Changes]:
+    """Yield all combinations of values. The values of the last key change first."""
     for values in product(*(each.values for each in sweeps)):
         yield tuple((each.key, value) for each, value in zip(sweeps, values, strict=True))
 
 
 def _values(text: str) -> Iterator[str]:
-    """The text cut at its commas, but not at those in brackets and quotes."""
-    open_ones, quote, begin, escaped = list[str](), "", 0, False
-    for at, letter in enumerate(text):
+    """Yield the parts of a text between commas that are outside of brackets and quotes."""
+    open_brackets, quote, begin, escaped = list[str](), "", 0, False
+    for position, character in enumerate(text):
         if quote:
-            closes = letter == quote and not escaped
-            escaped = letter == "\\" and quote == '"' and not escaped
+            closes = character == quote and not escaped
+            escaped = character == "\\" and quote == '"' and not escaped
             quote = "" if closes else quote
-        elif letter in "\"'" and text[begin:at].rstrip()[-1:] in {"", "[", ",", "{", "="}:
-            quote = letter
-        elif letter in _CLOSING:
-            open_ones.append(_CLOSING[letter])
-        elif open_ones and letter == open_ones[-1]:
-            open_ones.pop()
-        elif letter == "," and not open_ones:
-            yield text[begin:at]
-            begin = at + 1
-    if quote or open_ones:
-        raise ValueError("a quote is not closed" if quote else f"a {open_ones[-1]} is missing")
+        elif character in "\"'" and text[begin:position].rstrip()[-1:] in {"", "[", ",", "{", "="}:
+            quote = character
+        elif character in _CLOSING:
+            open_brackets.append(_CLOSING[character])
+        elif open_brackets and character == open_brackets[-1]:
+            open_brackets.pop()
+        elif character == "," and not open_brackets:
+            yield text[begin:position]
+            begin = position + 1
+    if quote or open_brackets:
+        raise ValueError("a quote is not closed" if quote else f"a {open_brackets[-1]} is missing")
     yield text[begin:]
 
 
-def _wrong_ranks(value: str) -> str:
+def _ranks_problem(value: str) -> str:
     if value.isdecimal() and value.isascii() and len(value) < 10 and 1 <= int(value) <= MOST_RANKS:
         return ""
     return f"must be a whole number from 1 to {MOST_RANKS}"
 
 
-def _wrong(key: str, text: str) -> str:
-    """What is wrong with a value by itself, whatever the deck; "" where it could be one."""
+def _value_problem(key: str, text: str) -> str:
+    """Return why no deck can have this value of a key; "" if some deck can."""
     field = current_field(key)
     assert field is not None
     try:

@@ -1,4 +1,4 @@
-"""A sweep as a table and as pictures."""
+"""Table and pictures of a sweep."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpctrain.text import counted, fitted, table
 from hpctrain.units import format_bytes, format_count, format_seconds
 
 _REASON = 90  # letters of a reason in a table
-_CAUSES = 2  # told of each point
+_CAUSES = 2  # causes of each point
 _TOKENS = 1_000_000  # whose time is drawn where steps are of unlike many
 
 
 def sweep_text(sweep: PlannedSweep) -> str:
-    """A table with a row a point, and the fastest of those that fit."""
+    """Return a table with one row per point, and the fastest point that fits."""
     where = "" if sweep.machine is None else f" on {sweep.machine}"
     grows = ", batch.global_size grows with the ranks" if sweep.weak else ""
     lines = [f"{sweep.title}: {counted(len(sweep.points), 'point')}{where}{grows}", ""]
@@ -71,7 +71,7 @@ def _fitted_rows(rows: Sequence[Sequence[str]], keys: int, width: int | None) ->
 
 
 def _names(sweep: PlannedSweep) -> list[str]:
-    """The keys, without their sections where that names one."""
+    """Return the swept keys, without their sections if this is unambiguous."""
     count = Counter(each.short for each in sweep.sweeps)
     return [each.short if count[each.short] == 1 else each.key for each in sweep.sweeps]
 
@@ -93,8 +93,8 @@ def _last_cells(point: PlannedPoint) -> list[str]:
     if point.step is None:
         return [fits, ""]
     largest = sorted(point.step.seconds_by_cause.items(), key=lambda each: -each[1])[:_CAUSES]
-    told = (f"{cause} {100 * seconds / point.step.seconds:.0f}%" for cause, seconds in largest if seconds)
-    return [fits, ", ".join(told)]
+    causes = (f"{cause} {100 * seconds / point.step.seconds:.0f}%" for cause, seconds in largest if seconds)
+    return [fits, ", ".join(causes)]
 
 
 def _clipped(text: str) -> str:
@@ -102,33 +102,34 @@ def _clipped(text: str) -> str:
 
 
 def point_name(point: PlannedPoint) -> str:
-    """`tensor = 4, zero = 1`."""
+    """Return the keys and values of a point, such as "tensor = 4, zero = 1"."""
     return ", ".join(f"{key.rpartition('.')[2]} = {value}" for key, value in point.changes)
 
 
 def plot_sweep(sweep: PlannedSweep, path: Path, pareto: bool = False) -> None:
-    """Draw a sweep's seconds by cause, over ranks or for each point, or with `pareto` memory against time.
+    """Draw the seconds of a sweep by cause, over ranks or for each point; with `pareto`, memory against time.
 
-    HpctrainError where no machine is known, or for an ending that is no picture's; InputOutputError where
-    nothing can be written.
+    Raises:
+        HpctrainError: There are no step times, or the file name does not end like that of a picture.
+        InputOutputError: The file cannot be written.
     """
     if sweep.machine is None:
         raise HpctrainError("--plot requires --machine NAME|FILE, since there are no step times to plot")
     title = f"{sweep.title} on {sweep.machine}"
     if pareto:
         timed = [(point, point.step) for point in sweep.planned if point.step is not None]
-        alike = len({step.tokens for _, step in timed}) == 1
-        found = [
+        have_equal_tokens = len({step.tokens for _, step in timed}) == 1
+        candidates = [
             LayoutCandidate(
                 point_name(point),
-                step.seconds * (1 if alike else _TOKENS / step.tokens),
+                step.seconds * (1 if have_equal_tokens else _TOKENS / step.tokens),
                 point.total_bytes,
                 point.limit,
             )
             for point, step in timed
         ]
-        heading, of = f"{title}: memory against time", "step" if alike else "million tokens"
-        write_figure(path, lambda: draw_pareto(heading, found, of))
+        heading, of = f"{title}: memory against time", "step" if have_equal_tokens else "million tokens"
+        write_figure(path, lambda: draw_pareto(heading, candidates, of))
         return
     over_ranks = [each.key for each in sweep.sweeps] == [RANKS]
     bars = [_bar(point, over_ranks) for point in sweep.planned]

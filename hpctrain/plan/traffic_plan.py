@@ -1,8 +1,8 @@
-"""What every rank of a deck will send to others in a step, told from the deck alone.
+"""Predicted messages of every rank in a step.
 
-A step of the run's own stage is rehearsed on groups that only listen: what Summations and Outers, layers and
-the pipeline call there is counted, so that nothing here knows them by name. Payload is as the ledger of the
-run counts it; `Traffic` is what passes a rank's link.
+A step of a stage is rehearsed on the meta device, on groups that only record calls. The calls of gradient
+reductions, replica synchronization, layers and the pipeline are counted, whatever these objects are. Payload
+is counted like in the ledger of a run. `Traffic` is what passes the network link of a rank.
 """
 
 from __future__ import annotations
@@ -46,94 +46,116 @@ from hpctrain.plan.update_messages import send_update_messages
 from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 
 LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
-"""Axes along which layers and stages of the pipeline talk, in every micro-batch."""
+"""Axes along which layers and pipeline stages communicate in every micro-batch."""
 
 
 EVERYONE = ("pipeline", "data", "context", "tensor")
-"""Axes along which all ranks lie."""
+"""Axes that together have all ranks."""
 
 
-class Moved(NamedTuple):
-    """A call of a rehearsed step, or several: what it moves along an axis, and what passes to other nodes.
+class Transfer(NamedTuple):
+    """One or several calls of a rehearsed step along an axis.
 
-    It is started when a share `begun` of the parameters had their gradients, and then moves meanwhile; with
-    None the rank waits for it. What replicas start after a step has so many steps `ahead` to move.
+    Attributes:
+        axis: Name of the axis.
+        payload: Bytes of payload.
+        traffic: Traffic to and from other nodes.
+        start: Share of the parameters whose gradients are complete when the call starts in the backward pass;
+            None if the rank waits for the call.
+        ahead: Number of steps during which replicas may complete the call.
     """
 
     axis: str
     payload: int
     traffic: Traffic
-    begun: float | None = None
+    start: float | None = None
     ahead: int = 0
 
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """Bytes that a rank of a pipeline stage moves in each step of a repeating sequence of steps."""
+    """Messages of a rank of a pipeline stage, in each step of a repeating sequence of steps.
+
+    Attributes:
+        stage: Number of the stage.
+        steps: Transfers of each step.
+    """
 
     stage: int
-    steps: tuple[tuple[Moved, ...], ...]
+    steps: tuple[tuple[Transfer, ...], ...]
 
     def payload(self) -> dict[str, float]:
-        """Bytes of a step by axis, the mean over the steps."""
-        return self._by_axis(lambda moved: moved.payload)
+        """Return the bytes of payload per step by axis, as the mean over the steps."""
+        return self._by_axis(lambda transfer: transfer.payload)
 
     def sent(self) -> dict[str, float]:
         """Return the bytes per step that a rank sends to other nodes, by axis, as the mean over the steps."""
-        return self._by_axis(lambda moved: moved.traffic.sent)
+        return self._by_axis(lambda transfer: transfer.traffic.sent)
 
-    def _by_axis(self, size: Callable[[Moved], int]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for moved in (moved for step in self.steps for moved in step):
-            found[moved.axis] = found.get(moved.axis, 0.0) + size(moved) / len(self.steps)
-        return dict(sorted(found.items()))
+    def _by_axis(self, size: Callable[[Transfer], int]) -> dict[str, float]:
+        sizes_by_axis: dict[str, float] = {}
+        for transfer in (transfer for step in self.steps for transfer in step):
+            sizes_by_axis[transfer.axis] = sizes_by_axis.get(transfer.axis, 0.0) + size(transfer) / len(
+                self.steps
+            )
+        return dict(sorted(sizes_by_axis.items()))
 
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """What the ranks of every stage move; where it is not `whole`, without what layers send along axes other
-    than that of experts, since that depends on what comes, or on a module that does not run without values.
+    """Messages of the ranks of every stage.
+
+    Attributes:
+        stages: Messages of each stage.
+        micro_batches: Number of micro-batches per step.
+        complete: False if messages of layers are not included, except the exchange with experts. They are
+            unknown if they depend on the data, or if a user's module does not run without values.
     """
 
     stages: tuple[StageTraffic, ...]
     micro_batches: int
-    whole: bool
+    complete: bool
 
     @property
-    def most(self) -> StageTraffic:
-        """The stage whose ranks move most."""
+    def largest(self) -> StageTraffic:
+        """Stage whose ranks have most payload."""
         return max(self.stages, key=lambda stage: sum(stage.payload().values()))
 
     def row(self) -> dict[str, object]:
         """Return the bytes of a step by axis, as a value that can be written as JSON."""
-        return {"stages": [stage.payload() for stage in self.stages], "whole": self.whole}
+        return {"stages": [stage.payload() for stage in self.stages], "whole": self.complete}
 
 
 class _Listener:
-    """Notes every call of a planned mesh."""
+    """Recorder of the calls on a planned mesh.
+
+    Attributes:
+        transfers: Recorded transfers.
+        completed_share: Function that returns the share of the parameters whose gradients are complete.
+    """
 
     def __init__(self) -> None:
-        self.moved: list[Moved] = []
-        self.begun: Callable[[], float] = lambda: 0.0
+        self.transfers: list[Transfer] = []
+        self.completed_share: Callable[[], float] = lambda: 0.0
 
     def __call__(self, call: Call, traffic: Traffic) -> None:
-        begun = None if call.blocking else self.begun()
-        self.moved.append(Moved(call.group.name, call.payload, traffic, begun))
+        start = None if call.blocking else self.completed_share()
+        self.transfers.append(Transfer(call.group.name, call.payload, traffic, start))
 
-    def take(self) -> list[Moved]:
+    def take(self) -> list[Transfer]:
         """Return what was recorded since the last call."""
-        moved, self.moved = self.moved, []
-        return moved
+        transfers, self.transfers = self.transfers, []
+        return transfers
 
 
 class PlannedWeights:
-    """The weights of a planned stage, see sharding/replica_sync.py."""
+    """Weights of a rehearsed stage, for `sharding/replica_sync.py`."""
 
     def __init__(self, stage: TrainedStage) -> None:
         self.buckets, self.masters, self.updates = stage.buckets, stage.optimizer.masters, 0
 
     def publish(self) -> None:
-        """Copy the weights into the parameters. Collective over each bucket's own group."""
+        """Copy the weights into the parameters. Collective over the group of each bucket."""
         gather_updated([bucket for bucket in self.buckets if bucket.trained])
 
 
@@ -151,7 +173,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     Raises:
         HpctrainError: A run of the deck would raise this error, too.
     """
-    # Layers run without values, for which there are no compiled functions; torch's communicate alike.
+    # Layers run without values, for which there are no compiled functions. Torch's functions send the same.
     deck = steady(deck).with_keys(machine={"compile": False})
     sizes, architecture = axis_sizes(deck, ranks), architecture_of(deck, vocabulary)
     passes = micro_batches(deck, sizes["data"])
@@ -160,15 +182,15 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     device = device_kind(deck.run.device)
     transport = deck.communication.requested_transport if on_host(device) else "nccl"
     _, *kinds, _ = layer_kinds(architecture)
-    planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}
-    noted: dict[object, int] = {}
-    stages, of_stages, whole = [], [], True
+    planned: dict[object, tuple[tuple[Transfer, ...], ...]] = {}
+    maximum_counts: dict[object, int] = {}
+    stages, stage_maximum_counts, complete = [], [], True
     for number in range(schedule.stage_count):
-        spans = layer_ranges(schedule, counts, number)
+        ranges = layer_ranges(schedule, counts, number)
         ends = number in {0, schedule.stage_count - 1}
         kind: object = (
             ends and number,
-            tuple((*kinds[s.first : s.last], s.has_embedding, s.has_head) for s in spans),
+            tuple((*kinds[s.first : s.last], s.has_embedding, s.has_head) for s in ranges),
         )
         if deck.model.has_frozen_parameters or deck.model.module is not None:
             kind = number
@@ -178,37 +200,43 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
                 sizes, number, ranks_per_node, transport=transport, calls=PlannedCalls(listener)
             )
             stage = plan_stage(deck, architecture, mesh, PipelinePosition(schedule, counts, number), device)
-            layers = _layers(deck, architecture, mesh, stage, schedule, passes, listener)
-            whole = whole and layers is not None
-            steps, of_update = _steps(deck, stage, schedule, number, listener)
-            noted[kind] = stage.layer_context.statistics.count("max")
-            keep = LAYERS if layers is not None else frozenset[str]()
-            of_all = [*_of_all(deck, architecture, mesh, stage), *_of_weights(stage, listener, keep)]
-            in_layers = layers if layers is not None else _exchanges(deck, stage, schedule, number)
-            more = [*in_layers, *of_all, *of_update]
-            planned[kind] = tuple((*(m for m in step if m.axis not in keep), *more) for step in steps)
+            layer_transfers = _layer_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
+            complete = complete and layer_transfers is not None
+            steps, update_transfers = _step_transfers(deck, stage, schedule, number, listener)
+            maximum_counts[kind] = stage.layer_context.statistics.count("max")
+            counted = LAYERS if layer_transfers is not None else frozenset[str]()
+            loss_transfers = [
+                *_loss_transfers(deck, architecture, mesh, stage),
+                *_weight_maximum_transfers(stage, listener, counted),
+            ]
+            if layer_transfers is None:
+                layer_transfers = _exchange_transfers(deck, stage, schedule, number)
+            common = [*layer_transfers, *loss_transfers, *update_transfers]
+            planned[kind] = tuple((*(m for m in step if m.axis not in counted), *common) for step in steps)
         stages.append(StageTraffic(number, planned[kind]))
-        of_stages.append(noted[kind])
-    maxima = _all_reduced(mesh.group(*EVERYONE), sum(of_stages))
-    every = [StageTraffic(s.stage, tuple((*step, *maxima) for step in s.steps)) for s in stages]
-    return TrafficPlan(tuple(every), passes, whole)
+        stage_maximum_counts.append(maximum_counts[kind])
+    maximum_transfers = _all_reduce_transfers(mesh.group(*EVERYONE), sum(stage_maximum_counts))
+    complete_stages = [
+        StageTraffic(s.stage, tuple((*step, *maximum_transfers) for step in s.steps)) for s in stages
+    ]
+    return TrafficPlan(tuple(complete_stages), passes, complete)
 
 
 def steady(deck: Deck) -> Deck:
-    """The deck without its first steps, which are exact."""
+    """Return the deck without the warm-up of compression."""
     return deck.with_keys(communication={"warmup": 0})
 
 
-def _steps(
+def _step_transfers(
     deck: Deck,
     stage: TrainedStage,
     schedule: Schedule,
     number: int,
     listener: _Listener,
-) -> tuple[list[list[Moved]], list[Moved]]:
-    """Return what buckets and replicas move in each of the repeating steps, and what each update moves."""
-    # How often gradients are summed does not depend on the micro-batches, but where they are cut.
-    schedule = plain(schedule, 1) if deck.layout.zero < 2 else schedule
+) -> tuple[list[list[Transfer]], list[Transfer]]:
+    """Return the transfers of buckets and replicas in each repeating step, and those of each update."""
+    # With ZeRO-0 and ZeRO-1, gradients are reduced once per step for any number of micro-batches.
+    schedule = all_forward_schedule(schedule, 1) if deck.layout.zero < 2 else schedule
     local = deck.layout.local_steps
     weights, period, delay = (
         PlannedWeights(stage),
@@ -216,30 +244,31 @@ def _steps(
         local.delay if local else 0,
     )
     everything = sum(bucket.length for bucket in stage.buckets)
-    listener.begun = lambda: sum(b.length for b in stage.buckets if b.is_final) / everything
+    listener.completed_share = lambda: sum(b.length for b in stage.buckets if b.is_final) / everything
     with META:
         stage.replica_sync.begin(weights)
     steps = []
     for _ in range(2 * period):
         listener.take()
         rehearse(stage, deck.memory.recompute, schedule, number)
-        of_gradients = listener.take()
+        gradient_transfers = listener.take()
         with META:
             send_update_messages(stage.optimizer)
-            of_update = listener.take()
+            update_transfers = listener.take()
             weights.publish()
             weights.updates += 1
-            of_gradients += listener.take()
+            gradient_transfers += listener.take()
             stage.replica_sync.after_update(weights)
-            of_replicas = [
-                moved if moved.begun is None else moved._replace(ahead=delay) for moved in listener.take()
+            replica_transfers = [
+                transfer if transfer.start is None else transfer._replace(ahead=delay)
+                for transfer in listener.take()
             ]
             stage.synchronizer.end_step(True, 1.0)
-        steps.append([*of_gradients, *of_replicas])
-    return steps[period:], of_update
+        steps.append([*gradient_transfers, *replica_transfers])
+    return steps[period:], update_transfers
 
 
-def _layers(
+def _layer_transfers(
     deck: Deck,
     architecture: Architecture,
     mesh: PlannedMesh,
@@ -247,19 +276,19 @@ def _layers(
     schedule: Schedule,
     passes: int,
     listener: _Listener,
-) -> list[Moved] | None:
-    """Return what layers and the pipeline move in a step, by axis; None if layers need values to run."""
+) -> list[Transfer] | None:
+    """Return the transfers of layers and of the pipeline in a step; None if layers need values to run."""
     if deck.model.experts:
         return None
     if deck.model.module is not None:
-        return _of_module(deck, architecture, mesh, stage, schedule, passes, listener)
-    alone = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
-    if alone and not stage.module_state.statistics_users:
+        return _module_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
+    is_local = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
+    if is_local and not stage.module_state.statistics_users:
         return []
-    return _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
+    return _pass_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
 
 
-def _of_module(
+def _module_transfers(
     deck: Deck,
     architecture: Architecture,
     mesh: PlannedMesh,
@@ -267,23 +296,24 @@ def _of_module(
     schedule: Schedule,
     passes: int,
     listener: _Listener,
-) -> list[Moved] | None:
-    """What a module that users bring moves: what it keeps goes round, stages pass on what they do, and where
-    tensor ranks split it, so do activations, unless the module cannot compute without values.
+) -> list[Transfer] | None:
+    """Return the transfers of a user's module; None if it cannot run without values.
+
+    They are those of its statistics, of pipeline stages, and of activations that tensor ranks split.
     """
-    of_layers: list[Moved] = []
+    layer_transfers: list[Transfer] = []
     if mesh.group("tensor").size > 1 or mesh.group("pipeline").size > 1:
         try:
-            of_layers = _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
-        except Exception:  # noqa: BLE001  (whatever a user's code does where there are no values)
+            layer_transfers = _pass_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
+        except Exception:  # noqa: BLE001  (code of a user may raise any error without values)
             return None
     listener.take()
     for each in stage.module_state.statistics_users:
         each.after_update({})
-    return [*of_layers, *_by_axis(listener.take())]
+    return [*layer_transfers, *_by_axis(listener.take())]
 
 
-def _of_all_passes(
+def _pass_transfers(
     deck: Deck,
     architecture: Architecture,
     mesh: PlannedMesh,
@@ -291,29 +321,30 @@ def _of_all_passes(
     schedule: Schedule,
     passes: int,
     listener: _Listener,
-) -> list[Moved]:
-    """Return what layers and the pipeline move, by axis, in a number of micro-batches."""
+) -> list[Transfer]:
+    """Return the transfers of layers and of the pipeline in a number of micro-batches, by axis."""
     first, second = (
-        _of_passes(deck, architecture, mesh, stage, plain(schedule, few), listener) for few in (1, 2)
+        _transfers_by_axis(deck, architecture, mesh, stage, all_forward_schedule(schedule, count), listener)
+        for count in (1, 2)
     )
-    return [_further(first[axis], second[axis], passes) for axis in first]
+    return [_extrapolate(first[axis], second[axis], passes) for axis in first]
 
 
-def _of_passes(
+def _transfers_by_axis(
     deck: Deck,
     architecture: Architecture,
     mesh: PlannedMesh,
     stage: TrainedStage,
     schedule: Schedule,
     listener: _Listener,
-) -> dict[str, Moved]:
-    """Return what layers and the pipeline move, by axis, in the micro-batches of a schedule."""
+) -> dict[str, Transfer]:
+    """Return the transfers of layers and of the pipeline in the micro-batches of a schedule, by axis."""
     listener.take()
-    _run(deck, architecture, mesh, stage, schedule, schedule.micro_batches)
-    return {moved.axis: moved for moved in _by_axis(m for m in listener.take() if m.axis in LAYERS)}
+    _run_step(deck, architecture, mesh, stage, schedule, schedule.micro_batches)
+    return {transfer.axis: transfer for transfer in _by_axis(m for m in listener.take() if m.axis in LAYERS)}
 
 
-def plain(schedule: Schedule, passes: int) -> Schedule:
+def all_forward_schedule(schedule: Schedule, passes: int) -> Schedule:
     """Return a schedule with all forward passes, then all backward passes of some micro-batches.
 
     Each micro-batch sends as much as with the given schedule.
@@ -324,7 +355,7 @@ def plain(schedule: Schedule, passes: int) -> Schedule:
     return Schedule((forward + backward,) * schedule.stage_count, "planned", schedule.placement)
 
 
-def _run(
+def _run_step(
     deck: Deck,
     architecture: Architecture,
     mesh: PlannedMesh,
@@ -332,7 +363,7 @@ def _run(
     schedule: Schedule,
     passes: int,
 ) -> None:
-    """Forward and backward of a step by the run's own executor."""
+    """Run the forward and backward passes of a step with the pipeline executor of a run."""
     objective, layer_context, size = (
         make_objective(deck),
         stage.layer_context,
@@ -356,74 +387,82 @@ def _run(
         tokens = torch.zeros(size, dtype=torch.int64)
         one = torch.ones(())
         batch = PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
-        running: AbstractContextManager[object] = META
+        context: AbstractContextManager[object] = META
         if isinstance(architecture, ModuleArchitecture):
             inputs = example_inputs(architecture, deck.batch.micro_size)
-            batch, running = PreparedBatch(inputs, objective.loss_function(inputs, one)), simulated_host()
+            batch, context = PreparedBatch(inputs, objective.loss_function(inputs, one)), simulated_host()
         stage.synchronizer.start(passes)
-    with running, stage.pass_context(("rehearsed", passes)):
+    with context, stage.pass_context(("rehearsed", passes)):
         executor.run(schedule, [batch] * passes)
     with META:
         stage.synchronizer.finish()
 
 
-def _by_axis(moved: Iterable[Moved]) -> list[Moved]:
-    """The sum of each axis."""
-    ordered = sorted(moved, key=lambda each: each.axis)
-    return [_sum(axis, list(of_axis)) for axis, of_axis in groupby(ordered, key=lambda each: each.axis)]
+def _by_axis(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Return the sum of the transfers of each axis."""
+    ordered = sorted(transfers, key=lambda each: each.axis)
+    return [
+        _sum_transfers(axis, list(of_axis)) for axis, of_axis in groupby(ordered, key=lambda each: each.axis)
+    ]
 
 
-def _sum(axis: str, moved: Sequence[Moved]) -> Moved:
-    sent, received, rounds = (sum(numbers) for numbers in zip(*(each.traffic for each in moved), strict=True))
-    return Moved(axis, sum(each.payload for each in moved), Traffic(sent, received, rounds))
+def _sum_transfers(axis: str, transfers: Sequence[Transfer]) -> Transfer:
+    sent, received, rounds = (
+        sum(numbers) for numbers in zip(*(each.traffic for each in transfers), strict=True)
+    )
+    return Transfer(axis, sum(each.payload for each in transfers), Traffic(sent, received, rounds))
 
 
-def _further(first: Moved, second: Moved, passes: int) -> Moved:
-    """Extrapolate linearly from what one and two micro-batches move to `passes` micro-batches."""
+def _extrapolate(first: Transfer, second: Transfer, passes: int) -> Transfer:
+    """Extrapolate linearly from one and two micro-batches to `passes` micro-batches."""
 
     def at(one: int, two: int) -> int:
         return one + (two - one) * (passes - 1)
 
-    return Moved(
+    return Transfer(
         first.axis,
         at(first.payload, second.payload),
         Traffic(*(at(one, two) for one, two in zip(first.traffic, second.traffic, strict=True))),
     )
 
 
-def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int) -> list[Moved]:
-    """Return what goes to the experts of other ranks and back if all experts have the same number of rows."""
+def _exchange_transfers(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int) -> list[Transfer]:
+    """Return the exchange with experts of other ranks if all experts have the same number of rows."""
     parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
     forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
     exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
     layers = (layer for part in stage.models for layer in part.layers)
     calls = 4 * forwards.total() * sum(layer.kind.name == "mixture" for layer in layers)
-    return [Moved("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
+    return [Transfer("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
 
 
-def _of_all(deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
-    """The counts and figures that all ranks sum, see Step; of a module's own loss it has one."""
-    own = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
-    figures = len(count(architecture).auxiliary_loss_names) + own + stage.replica[1]
+def _loss_transfers(
+    deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage
+) -> list[Transfer]:
+    """Return the reductions over all ranks of token counts and metrics, as in `train/step.py`."""
+    own_metrics = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
+    numbers = len(count(architecture).auxiliary_loss_names) + own_metrics + stage.replica[1]
     everyone = mesh.group(*EVERYONE)
-    sums = [(mesh.group("data"), 2), (everyone, figures)]  # predicted and real tokens, then figures
+    sums = [(mesh.group("data"), 2), (everyone, numbers)]  # predicted and real tokens, then numbers
     sums += [(everyone, 2)] if stage.synchronizer.norm_estimators else []
-    return [moved for group, numbers in sums for moved in _all_reduced(group, numbers)]
+    return [transfer for group, numbers in sums for transfer in _all_reduce_transfers(group, numbers)]
 
 
-def _all_reduced(group: Group, numbers: int) -> list[Moved]:
-    """Return what an all-reduce of so many fp64 numbers moves."""
+def _all_reduce_transfers(group: Group, numbers: int) -> list[Transfer]:
+    """Return the transfers of an all-reduce of some fp64 numbers."""
     if group.size == 1 or not numbers:
         return []
     tensor = torch.empty(numbers, dtype=torch.float64, device=META)
     call = Call("all_reduce", tensor, tensor)
     name = group.name if len(group.axes) == 1 else "world"
-    return [Moved(name, call.payload, traffic_of(call, group.rank, group.size))]
+    return [Transfer(name, call.payload, traffic_of(call, group.rank, group.size))]
 
 
-def _of_weights(stage: TrainedStage, listener: _Listener, counted: Collection[str]) -> list[Moved]:
-    """Maxima of weights that a step begins with, but along the axes that are counted with layers."""
+def _weight_maximum_transfers(
+    stage: TrainedStage, listener: _Listener, counted: Collection[str]
+) -> list[Transfer]:
+    """Return the reductions of weight maxima at the beginning of a step, but for axes in `counted`."""
     listener.take()
     products = products_in_8_bits(layer for model in stage.models for layer in model.layers)
     with META, WeightMaxima(products, stage.buckets, stage.layer_context.tensor).provide_maxima():
-        return [moved for moved in _by_axis(listener.take()) if moved.axis not in counted]
+        return [transfer for transfer in _by_axis(listener.take()) if transfer.axis not in counted]

@@ -31,7 +31,7 @@ from hpctrain.engine.layout.model_placement import place_models
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.memory_plan import MemoryPlan
-from hpctrain.plan.partitioned_engine import build_seat_within_memory
+from hpctrain.plan.partitioned_engine import build_partition_within_memory
 from hpctrain.plan.server_plan import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import command
@@ -353,7 +353,7 @@ def open_run(
         with world.agreement():
             stays = clear() if clear is not None and world.rank == 0 else ""
 
-    engine, predicted = build_seat_within_memory(deck, seat, ready)
+    engine, predicted = build_partition_within_memory(deck, seat, ready)
     warn_of_missing_memory(world, seat.mesh, predicted.stages[seat.stage].memory)
     checkpoints = Checkpoints(deck, engine, known_corpus(world, deck, corpus, checkpoint), world)
     folder = RunFolder(world, deck)

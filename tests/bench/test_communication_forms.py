@@ -39,7 +39,7 @@ def test_forms_train_on_the_same_tokens(world: World, mpi_tmp_path: Path) -> Non
     told = {row["name"]: row for row in json.loads(figures.read_text())}
     assert list(told) == ["exact", "sign", again]
     assert told["exact"]["validation"] == told[again]["validation"] != told["sign"]["validation"]
-    planned = plan_traffic(parse_deck(DECK, keys), 2, 257).most.payload()
+    planned = plan_traffic(parse_deck(DECK, keys), 2, 257).largest.payload()
     assert told["exact"]["payload"] == sum(planned.values())
     with pytest.raises(HpctrainError, match="--only signs: must be exact, "):
         bench_communication(world, path, keys, ["signs"], [], None)

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from hpctrain.plan.deck_plan import plan_deck
-from hpctrain.plan.forms import LinkWish
-from hpctrain.plan.slow_link import WARMING
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
+from hpctrain.plan.forms import PlannedLink
+from hpctrain.plan.slow_link import SLOW_STEPS
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.text import table
 from hpctrain.units import format_bytes, format_count, format_seconds, parse_link
@@ -107,14 +107,14 @@ def measure(cluster: Cluster, wish: argparse.Namespace) -> list[tuple[str, ...]]
         free, over = (mean_step(seconds[form, limited], period) for limited in (False, True))
         told = []
         for speed in (wish.link, f"{reached:.3f} Mbit/s"):
-            link = LinkWish(parse_link(speed), free)
+            link = PlannedLink(parse_link(speed), free)
             plan = plan_deck(
-                Path(wish.deck), RANKS, [*base, *keys], ranks_per_node=1, advised=False, wish=link
+                Path(wish.deck), RANKS, [*base, *keys], options=PlanOptions(1, with_savings=False, link=link)
             )
-            assert plan.moved.over is not None
-            planned = plan.moved.over.own.seconds
+            assert plan.traffic.over is not None
+            planned = plan.traffic.over.own.seconds
             told += [format_seconds(planned), f"{100 * (planned / over - 1):+.1f}%"]
-        payload = format_bytes(sum(plan.moved.own.most.payload().values()))
+        payload = format_bytes(sum(plan.traffic.own.largest.payload().values()))
         of_step = plan.deck.batch.global_size * plan.deck.batch.sequence
         rates = (format_count(of_step / each) for each in (free, over))
         found.append((form, payload, *map(format_seconds, (free, over)), *told, *rates))
@@ -148,7 +148,7 @@ def mpi_speed(cluster: Cluster) -> float:
 
 def mean_step(runs: Sequence[Sequence[float]], period: int) -> float:
     """Seconds of a step: of those that end a period and of the others the median each, but the first ones."""
-    numbered = [(step, taken) for run in runs for step, taken in enumerate(run, 1) if step > WARMING]
+    numbered = [(step, taken) for run in runs for step, taken in enumerate(run, 1) if step > SLOW_STEPS]
     meetings = [taken for step, taken in numbered if step % period == 0]
     others = [taken for step, taken in numbered if step % period]
     return (median(meetings) + (period - 1) * (median(others) if others else 0.0)) / period

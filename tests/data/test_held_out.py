@@ -16,7 +16,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.rows import place_and_message
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_references import reference_problems
 from tests.deck.small_text import SMALL
 
 TEXT = "a text of ninety bytes, or nearly so many of them; none that matters to anybody at all: the end."
@@ -42,7 +42,7 @@ def opened(world: World, deck: Deck) -> tuple[HeldOut, ...]:
 
 def foreseen(deck: Deck) -> list[str]:
     """What `hpctrain deck` says of the files of a deck."""
-    return [place_and_message(deck, problem)[1] for problem in named_problems(deck)]
+    return [place_and_message(deck, problem)[1] for problem in reference_problems(deck)]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

@@ -14,7 +14,7 @@ from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_references import reference_problems
 from hpctrain.train.layout_verification import verify_layout
 from hpctrain.train.scaled_down_deck import miniature
 from tests.engines import LLAMA, small_deck, trainer
@@ -103,12 +103,12 @@ def test_patterns_that_cannot_be_are_told(name: str, patterns: list[str], senten
     deck = small_deck(*ALL, f"{name}={patterns}".replace("'", '"'))
     found = list(pattern_problems(deck, ModelShape.of(deck, 61)))
     assert found == [DeckProblem(name, sentence) for sentence in sentences]
-    assert list(named_problems(deck)) == found
+    assert list(reference_problems(deck)) == found
 
 
 def test_biases_are_frozen_without_their_weights_but_not_without_each_other() -> None:
-    assert not list(named_problems(small_deck('model.frozen=["*.attention.*.bias"]')))
-    torn = named_problems(small_deck('model.frozen=["blocks.0.*.value.bias"]'))
+    assert not list(reference_problems(small_deck('model.frozen=["*.attention.*.bias"]')))
+    torn = reference_problems(small_deck('model.frozen=["blocks.0.*.value.bias"]'))
     assert [each.sentence for each in torn] == [
         "freezes blocks.0.attention.value.bias, but not blocks.0.attention.query.bias, which is fused with "
         "it (name both or neither)"
@@ -118,7 +118,7 @@ def test_biases_are_frozen_without_their_weights_but_not_without_each_other() ->
 def test_a_run_tells_all_of_them(world: World) -> None:
     keys = 'model.frozen=["a"]', 'optimizer.muon.matrices=["b"]', 'precision.fp8_exclude=["c"]'
     deck, alone = small_deck(*ALL, *keys), world.single_rank_world()
-    told = tuple(deck.problem(each.key, each.sentence) for each in named_problems(deck))
+    told = tuple(deck.problem(each.key, each.sentence) for each in reference_problems(deck))
     assert len(told) == 3
     for start in (lambda: trainer(alone, deck), lambda: verify_layout(deck, alone, Mesh(alone, {}))):
         with pytest.raises(HpctrainError) as raised:

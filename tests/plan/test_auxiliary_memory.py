@@ -18,7 +18,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import engine as plan_engine
 from hpctrain.plan.auxiliary_memory import plan_run_memory
-from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.plan_text import plan_text
@@ -138,9 +138,14 @@ def test_what_a_plan_says_of_what_stands_beside(tmp_path: Path) -> None:
     assert "This includes other models: " in told and " critic " in told and " reference " in told
     assert "keys and values of 8 answers" in told and "Generating and rating answers" in told
     assert " cache " in told and "Reward models" not in told
-    plain = plan_deck(deck, 1, ["objective.kind=next-token", "objective.beta=", *GIVEN], advised=False)
+    plain = plan_deck(
+        deck,
+        1,
+        ["objective.kind=next-token", "objective.beta=", *GIVEN],
+        options=PlanOptions(with_savings=False),
+    )
     assert " cache " not in plan_text(plain) and "answers" not in plan_text(plain)
-    model = plan_deck(deck, 1, [f'policy.reward=["{tmp_path}"]'], advised=False)
+    model = plan_deck(deck, 1, [f'policy.reward=["{tmp_path}"]'], options=PlanOptions(with_savings=False))
     assert "Reward models cannot be read on this machine" in " ".join(plan_text(model).split())
 
 

@@ -21,7 +21,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import storage_bytes
-from hpctrain.plan import memory
+from hpctrain.plan import memory_plan
 from hpctrain.plan.memory_plan import MemoryPlan, plan_memory
 from hpctrain.plan.plan_text import KINDS
 from hpctrain.plan.savings import find_savings
@@ -215,7 +215,7 @@ def test_stages_of_as_many_blocks_hold_what_their_kinds_do(two_kinds: None) -> N
 
 def test_malloc_keeps_freed_memory_between_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     with_heap = plan(1).stages[0].memory
-    monkeypatch.setattr(memory, "can_build_tensor_heap", lambda: False)
+    monkeypatch.setattr(memory_plan, "can_build_tensor_heap", lambda: False)
     with_malloc = plan(1).stages[0].memory
     assert with_malloc == replace(with_heap, other=with_heap.other + with_heap.activation // 4)
 

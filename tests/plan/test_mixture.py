@@ -19,7 +19,7 @@ from hpctrain.model.count import count
 from hpctrain.model.mixtures.router import Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.dispatch import Dispatch
-from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.plan_text import plan_text
 from tests.engines import LLAMA, small_deck, trainer
@@ -260,11 +260,11 @@ def test_exchanges_are_two_passes_there_and_back() -> None:
 
 def test_people_are_told_what_is_active_and_what_travels() -> None:
     here = Path(__file__).parents[2] / "inputs/bench/mixture-60m.toml"
-    plan = plan_deck(here, 2, ["layout.expert=2"], advised=False)
+    plan = plan_deck(here, 2, ["layout.expert=2"], options=PlanOptions(with_savings=False))
     told = plan_text(plan)
     assert "60.1M parameters, 22.9M of them active, fp32" in told
     assert "A rank exchanges 50.3 MB with the experts of other ranks per step" in told
-    alone = plan_text(plan_deck(here, 2, advised=False))
+    alone = plan_text(plan_deck(here, 2, options=PlanOptions(with_savings=False)))
     assert "with the experts of other ranks" not in alone
 
 

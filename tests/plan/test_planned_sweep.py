@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.plan import command
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.plan import sweep as sweep_module
-from hpctrain.plan.deck_plan import plan_deck
-from hpctrain.plan.planned_sweep import short_reason, sweep_deck
+from hpctrain.plan import planned_sweep as sweep_module
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
+from hpctrain.plan.planned_sweep import SweepOptions, short_reason, sweep_deck
 from hpctrain.plan.sweep_arguments import parse_sweep, parse_sweeps, points
 from hpctrain.plan.sweep_text import sweep_text
 from hpctrain.plan.time.machine_rates import parse_machine
@@ -46,11 +46,16 @@ def refused(deck: Path, *arguments: object) -> HpctrainError:
 
 def test_a_point_is_the_plan_of_its_deck_alone(deck: Path) -> None:
     sweeps = parse_sweeps(["ranks=2,4", "layout.tensor=1,2", "layout.zero=0,3"])
-    swept = sweep_deck(deck, None, ["model.layers=4"], sweeps, rates=MACHINE)
+    swept = sweep_deck(deck, None, ["model.layers=4"], sweeps, SweepOptions(rates=MACHINE))
     assert [point.changes for point in swept.points] == list(points(sweeps))
     for point in swept.planned:
         changes = [f"{key}={value}" for key, value in point.changes if key != "ranks"]
-        alone = plan_deck(deck, point.ranks, ["model.layers=4", *changes], advised=False, rates=MACHINE)
+        alone = plan_deck(
+            deck,
+            point.ranks,
+            ["model.layers=4", *changes],
+            options=PlanOptions(with_savings=False, rates=MACHINE),
+        )
         assert point.step == alone.step
         assert point.memory is not None and point.demand is not None and alone.demand is not None
         there, here = point.memory.largest.memory, alone.memory.largest.memory
@@ -96,15 +101,15 @@ def test_reasons_leave_out_where_they_are_asked_for() -> None:
 
 def test_the_batch_grows_with_the_ranks(deck: Path) -> None:
     sweeps = parse_sweeps(["ranks=2,3,4"])
-    weak = sweep_deck(deck, None, (), sweeps, rates=MACHINE, weak=True)
+    weak = sweep_deck(deck, None, (), sweeps, SweepOptions(rates=MACHINE, weak=True))
     steps = [point.step for point in weak.points]
     assert all(step is not None for step in steps)
     tokens = [step.tokens for step in steps if step is not None]
     assert tokens == [8 * 32, 12 * 32, 16 * 32]
-    base = sweep_deck(deck, 4, (), sweeps, rates=MACHINE, weak=True)
+    base = sweep_deck(deck, 4, (), sweeps, SweepOptions(rates=MACHINE, weak=True))
     assert [point.step.tokens for point in base.points if point.step] == [4 * 32, 6 * 32, 8 * 32]
     five = ["layout.tensor=8", "batch.global_size=5", "batch.micro_size=1"]
-    odd = sweep_deck(deck, 8, five, parse_sweeps(["ranks=4,16"]), weak=True)
+    odd = sweep_deck(deck, 8, five, parse_sweeps(["ranks=4,16"]), SweepOptions(weak=True))
     assert "be a whole number" in odd.points[0].problem and odd.points[1].problem == ""
 
 
@@ -114,25 +119,27 @@ def test_what_does_not_change_is_planned_once(deck: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sweep_module.MemoryBudget, "plan", lambda *all_: calls.append(1) or original(*all_))
     seen = list[int]()
     sweeps = parse_sweeps(["layout.zero=0,1", "learning_rate.peak=1e-3,2e-3,3e-3"])
-    swept = sweep_deck(deck, 2, (), sweeps, reached=seen.append)
+    swept = sweep_deck(deck, 2, (), sweeps, progress=seen.append)
     assert len(calls) == 2 and len(swept.planned) == 6 and seen == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_table_tells_every_point(deck: Path) -> None:
-    swept = sweep_deck(deck, 4, (), parse_sweeps(["layout.tensor=1,2"]), rates=MACHINE)
+    swept = sweep_deck(deck, 4, (), parse_sweeps(["layout.tensor=1,2"]), SweepOptions(rates=MACHINE))
     lines = sweep_text(swept).splitlines()
     assert lines[0] == "small: 2 points on ours"
     assert lines[2].split()[:4] == ["tensor", "step", "tokens/s", "TFLOP/s"]
     assert "products" in lines[3] and "yes" in lines[3]
     best = min(swept.planned, key=lambda point: point.step.seconds if point.step else 0)
     assert f"The fastest that fits is tensor = {best.changes[0][1]}" in lines[-1]
-    small = sweep_deck(deck, 4, ["machine.memory=1 MB"], parse_sweeps(["layout.tensor=1,2"]), rates=MACHINE)
+    small = sweep_deck(
+        deck, 4, ["machine.memory=1 MB"], parse_sweeps(["layout.tensor=1,2"]), SweepOptions(rates=MACHINE)
+    )
     assert sweep_text(small).endswith("No point fits into memory.\n")
 
 
 def test_rows_of_a_narrow_table_name_their_keys(deck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = parse_sweeps(["layout.tensor=1,2", "layout.zero=0,1"])
-    swept = sweep_deck(deck, 4, (), sweeps, rates=MACHINE)
+    swept = sweep_deck(deck, 4, (), sweeps, SweepOptions(rates=MACHINE))
     monkeypatch.setattr("hpctrain.plan.sweep_text.columns", lambda: 60)
     lines = sweep_text(swept).splitlines()
     assert max(map(len, lines)) <= 60

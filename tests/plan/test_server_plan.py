@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.server_roles import ServerRoles
-from hpctrain.plan.forms import plan_form
+from hpctrain.plan.forms import FormPlanner
 from hpctrain.plan.server_plan import plan_served, served_bytes
 from hpctrain.train.memory_ledger import MemoryLedger
 from tests.train.server.served import served, served_deck
@@ -50,7 +50,8 @@ def test_bytes_of_a_step_by_hand() -> None:
 
 def test_a_plan_compares_servers_with_as_many_data_ranks_as_workers() -> None:
     deck = served_deck("sync", 1)
-    plan = plan_form(deck, 4, 61, 1, None, lambda _: 0.0)
+    planner = FormPlanner(4, 61, 1, None, lambda _: 0.0)
+    plan = planner.plan(deck)
     assert plan.exact is not None
     elements = plan_served(deck, 4, 61).parameters_total
     server, worker = plan.own.stages
@@ -58,10 +59,10 @@ def test_a_plan_compares_servers_with_as_many_data_ranks_as_workers() -> None:
     (pushed, pulled) = server.steps[0]
     # All pulls pass the server's link one after the other, and behind them the push of who pulled last.
     assert (pushed.traffic.received, pulled.traffic.sent) == (4 * elements, 3 * 4 * elements)
-    half = plan_form(deck.with_keys(precision={"compute": "bf16"}), 4, 61, 1, None, lambda _: 0.0)
+    half = planner.plan(deck.with_keys(precision={"compute": "bf16"}))
     (pushed, pulled) = half.own.stages[0].steps[0]
     assert (pushed.traffic.received, pulled.traffic.sent) == (3 * 4 * elements, 2 * elements)
-    assert plan.exact.most.payload()["data x context"] >= 2 * 4 * elements
+    assert plan.exact.largest.payload()["data x context"] >= 2 * 4 * elements
 
 
 def test_the_first_ranks_serve() -> None:

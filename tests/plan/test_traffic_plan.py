@@ -13,7 +13,7 @@ from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.communication import Communication
-from hpctrain.plan.traffic_plan import Moved, plan_traffic
+from hpctrain.plan.traffic_plan import Transfer, plan_traffic
 from tests.engines import LLAMA, small_deck, trainer
 
 VOCABULARY = 61
@@ -107,7 +107,7 @@ MORE = {"onebit": ("communication.warmup=1",)}
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_every_form_of_sums_sends_what_was_planned(world: World) -> None:
     """By the schema: a form that is added is met here too."""
-    exact = plan_traffic(small_deck(), world.size, VOCABULARY).most.payload()["data x context"]
+    exact = plan_traffic(small_deck(), world.size, VOCABULARY).largest.payload()["data x context"]
     forms = get_args(Communication.model_fields["compress"].annotation)
     assert len(forms) > 5
     for form in forms:
@@ -118,7 +118,7 @@ def test_every_form_of_sums_sends_what_was_planned(world: World) -> None:
             told = sent(world, deck)
             # Where pieces are uneven, ranks do not send alike: planned is the first one.
             assert world.rank or planned.stages[0].payload() == told, form
-            assert (planned.most.payload()["data x context"] < exact) == (form != "none"), form
+            assert (planned.largest.payload()["data x context"] < exact) == (form != "none"), form
 
 
 LOCAL = {
@@ -153,7 +153,7 @@ def test_experts_are_planned_where_loads_are_even(world: World) -> None:
     """Sums of gradients to the byte, what experts get up to the routers' choices."""
     deck = small_deck(*LLAMA, "model.experts.count=4", "layout.expert=2", "model.experts.per_token=4")
     planned = plan_traffic(deck, world.size, VOCABULARY)
-    assert not planned.whole
+    assert not planned.complete
     payload, real = planned.stages[0].payload(), sent(world, deck)
     assert payload["data x context"] == real["data x context"]
     assert payload["expert"] == pytest.approx(real["expert"], rel=0.01)
@@ -182,7 +182,7 @@ def test_large_sums_over_nodes_cross_links_once() -> None:
     """Of two nodes of two ranks each rank carries a half there or back; by messages all of it."""
     keys = ("model.hidden=128", "communication.bucket_bytes=10 MB", "communication.ranks_per_node=2")
 
-    def sums(transport: str) -> list[Moved]:
+    def sums(transport: str) -> list[Transfer]:
         deck = small_deck(*keys, f"communication.transport={transport}")
         (step,) = plan_traffic(deck, 4, VOCABULARY, 2).stages[0].steps
         return [moved for moved in step if moved.axis == "data x context" and moved.payload > 1 << 20]
@@ -196,7 +196,7 @@ def test_large_sums_over_nodes_cross_links_once() -> None:
 
 def test_sums_are_started_as_gradients_come() -> None:
     (step,) = plan_traffic(small_deck(), 2, VOCABULARY).stages[0].steps
-    begun = [moved.begun for moved in step if moved.axis == "data x context"]
+    begun = [moved.start for moved in step if moved.axis == "data x context"]
     assert len(begun) > 2
     assert begun == sorted(begun)
     assert 0 < begun[0] < 1 == begun[-1]

@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_references import reference_problems
 from hpctrain.train.run import run_deck
 from tests.deck.small_deck import small_decks
 
@@ -46,7 +46,7 @@ def try_deck(world: World, tokens: Path, tmp_path: Path) -> Callable[[str], bool
         path.write_text(text)
         given_here = [f"data.tokens={tokens}", f"run.dir={folder}"]
         try:
-            read_deck(path, given_here, world.size, check_files=named_problems)
+            read_deck(path, given_here, world.size, check_files=reference_problems)
         except HpctrainError:
             assume(False)
         shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ from hpctrain.engine.build import build_engine
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source
@@ -147,7 +147,7 @@ def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_t
         HpctrainError, match=r"vocabulary = 97 \(from model.from\): is smaller than the .* 270"
     ):
         run_deck(world, path, [])
-    plan = plan_deck(path, world.size, ["model.vocabulary=270"], advised=False)
+    plan = plan_deck(path, world.size, ["model.vocabulary=270"], options=PlanOptions(with_savings=False))
     assert plan.deck.model.layers == 3 and plan.memory.largest.memory.total > 0
 
     # A rate of almost nothing, so that what is stored is what was read.

@@ -34,7 +34,7 @@ from hpctrain.plan.rehearse.meta_op_cache import MetaOpCache
 from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.rank_signature import SignatureSearch, folds_of
 from hpctrain.plan.rehearse.rank_step import RankStep
-from hpctrain.plan.traffic_plan import plain, steady
+from hpctrain.plan.traffic_plan import all_forward_schedule, steady
 
 Progress = Callable[[str], None]
 
@@ -189,7 +189,7 @@ class RankProgrammes:
 
         Only the ranks that are the first of a signature are kept. Others are built again if they are needed.
         """
-        stage, few = self.kinds.index(kind), plain(self.schedule, COMPARED_MICRO_BATCHES)
+        stage, few = self.kinds.index(kind), all_forward_schedule(self.schedule, COMPARED_MICRO_BATCHES)
         known: dict[Programme, int] = {}
         numbers: dict[int, int] = {}
 

@@ -30,7 +30,7 @@ from hpctrain.plan.rehearse.expert_loads import BalancedLoads, EvenLoads
 from hpctrain.plan.rehearse.meta_op_cache import CachedMetaOps, MetaOpCache
 from hpctrain.plan.rehearse.programme import RECEIVE, Programme, RehearsedCall
 from hpctrain.plan.rehearse.recorded_operations import OperationRecorder, RecordedOperations, ReplayedPart
-from hpctrain.plan.traffic_plan import EVERYONE, PlannedWeights, plain
+from hpctrain.plan.traffic_plan import EVERYONE, PlannedWeights, all_forward_schedule
 from hpctrain.plan.update_messages import send_update_messages
 
 RECORDED_MICRO_BATCHES = 2
@@ -137,7 +137,7 @@ class RankStep:
         recorder, period = self.recorder, self.deck.layout.steps_between_syncs
         before = 2 * period - 1 if period > 1 else 0
         for _ in range(before):
-            self._step(plain(schedule, 1), number, statistics)
+            self._step(all_forward_schedule(schedule, 1), number, statistics)
         if self.deck.layout.zero == 3:
             self._step(schedule, number, statistics)  # gives the next step the order of gathers
             self.weights.updates -= period > 1

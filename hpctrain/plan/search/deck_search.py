@@ -16,7 +16,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_references import reference_problems
 from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.candidate import Candidate
@@ -97,7 +97,7 @@ def search_deck(
 ) -> DeckSearch:
     """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
     deck = assume_planned_device(
-        read_deck(path, overrides, None, read_source_keys, named_problems, for_search=True)
+        read_deck(path, overrides, None, read_source_keys, reference_problems, for_search=True)
     )
     machine = wished.rates or deck_rates(deck)
     if machine is None:

@@ -18,7 +18,7 @@ from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.muon import Match, Muon, orthogonalize
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_references import reference_problems
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.sharding.replication import Replications
 from hpctrain.train.layout_verification import LayoutError, verify_layout
@@ -206,9 +206,9 @@ def test_wrong_patterns_are_refused_by_a_run_and_by_its_plan(
     with pytest.raises(HpctrainError) as raised:
         trainer(world, deck)
     assert sentence in str(raised.value)
-    foreseen = tuple(deck.problem(each.key, each.sentence) for each in named_problems(deck))
+    foreseen = tuple(deck.problem(each.key, each.sentence) for each in reference_problems(deck))
     assert foreseen == raised.value.problems
-    assert not list(named_problems(small_deck(*LLAMA, *MUON)))
+    assert not list(reference_problems(small_deck(*LLAMA, *MUON)))
 
 
 def test_a_skipped_step_changes_nothing(world: World) -> None:

@@ -22,7 +22,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.pipeline.deck_schedule import schedule_builder
-from hpctrain.plan.calibrate import memory
+from hpctrain.plan.calibrate import memory_rates
 from hpctrain.plan.calibrate.calibration import CalibrateOptions, calibrate, measure_machine
 from hpctrain.plan.calibrate.calibration_decks import measured_decks, on_data_ranks, variants
 from hpctrain.plan.calibrate.clock import Clock
@@ -55,7 +55,7 @@ def test_memory_of_prepared_products_is_measured(world: World, monkeypatch: pyte
     def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         multiplied.append((left.shape, left.stride(), right.shape, right.stride(), out.shape))
 
-    monkeypatch.setattr(memory, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(memory_rates, "resident_bytes", lambda: next(resident))
     monkeypatch.setattr(torch, "mm", multiply)
     assert measure_prepared_product(world, torch.bfloat16) == 700
     assert len({*multiplied}) == len(multiplied) == 3 + 96

@@ -19,7 +19,7 @@ from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import memory_budget
-from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
 from hpctrain.plan.search.deck_search import SearchOptions, chosen_layout, laid_out, search_deck, with_choice
 from hpctrain.plan.search.layout_sentences import arguments
 from hpctrain.plan.time.machine_rates import read_machine
@@ -72,7 +72,12 @@ def test_what_is_found_takes_as_long_and_holds_as_much_as_its_deck_by_itself(pat
     assert len(found) == 10
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     for each in (found[0], found[-1]):
-        alone = plan_deck(path, RANKS, ["layout.auto=false", *arguments(each.changes)[1::2]], advised=False)
+        alone = plan_deck(
+            path,
+            RANKS,
+            ["layout.auto=false", *arguments(each.changes)[1::2]],
+            options=PlanOptions(with_savings=False),
+        )
         assert alone.step is not None
         assert alone.step.seconds == pytest.approx(each.seconds, rel=1e-12)
         assert alone.memory.largest.memory.total == each.memory_bytes
@@ -86,7 +91,7 @@ def test_the_deck_that_is_written_has_the_quickest_layout_and_plans_alike(path: 
     written = read_deck(out, ranks=RANKS)
     assert not written.layout.auto
     assert {key: written.value(key) for key in best["changes"]} == best["changes"]
-    step = plan_deck(out, RANKS, advised=False).step
+    step = plan_deck(out, RANKS, options=PlanOptions(with_savings=False)).step
     assert step is not None and step.seconds == pytest.approx(best["seconds"], rel=1e-12)
     again = plan(path, "--ranks", RANKS, "--search", "--write", out)
     assert isinstance(again.exception, HpctrainError) and "--force" in str(again.exception)
@@ -96,7 +101,7 @@ def test_the_deck_that_is_written_has_the_quickest_layout_and_plans_alike(path: 
 def test_a_plan_of_an_open_deck_is_that_of_the_quickest_layout(path: Path) -> None:
     deck = read_deck(path, ranks=RANKS)
     best, _ = chosen_layout(deck, RANKS)
-    told = plan_deck(path, RANKS, advised=False)
+    told = plan_deck(path, RANKS, options=PlanOptions(with_savings=False))
     assert told.step is not None and told.step.seconds == pytest.approx(best.seconds, rel=1e-12)
     chosen = laid_out(deck, RANKS)
     assert all(chosen.value(key) == value for key, value in best.changes.items())

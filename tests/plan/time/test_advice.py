@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hpctrain.cli.plan import command
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
 from hpctrain.plan.time.advice import PARTS, Advice, Gain, advise, changes, estimate, faster
 from hpctrain.plan.time.advice_text import LIMITS, advice_lines
 from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
@@ -160,7 +160,12 @@ def test_the_plan_says_what_limits_and_what_would_help(tmp_path: Path) -> None:
     assert "the main limit is " in text
     best = told["advice"]["best"]
     assert f"Best single change: --set {best['set']} ({100 * best['faster']:.1f}% shorter" in text
-    plan = plan_deck(tmp_path / "deck.toml", 4, [*WIDE, best["set"]], advised=False, rates=MACHINE)
+    plan = plan_deck(
+        tmp_path / "deck.toml",
+        4,
+        [*WIDE, best["set"]],
+        options=PlanOptions(with_savings=False, rates=MACHINE),
+    )
     assert plan.step is not None
     assert best["seconds"] == plan.step.seconds
     more = plan.memory.largest.memory.total - told["total_bytes"]

@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import EXIT_USER, HpctrainError
-from hpctrain.plan.deck_plan import plan_deck
-from hpctrain.plan.deck_references import named_problems
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
+from hpctrain.plan.deck_references import reference_problems
 from hpctrain.plan.time.deck_rates import deck_rates
 from hpctrain.plan.time.machine_rates import read_machine
 from tests.plan.time.test_machine_rates import FILE
@@ -44,8 +44,8 @@ def test_a_deck_without_rates_names_none() -> None:
 @pytest.mark.parametrize(("rates", "compute"), [("selene-2021", "bf16"), ("ours.toml", "fp32")])
 def test_a_deck_is_planned_by_what_it_names(here: Path, rates: str, compute: str) -> None:
     path, machine = write(here, rates, compute), read_machine(rates)
-    named = plan_deck(path, 16, advised=False)
-    given = plan_deck(path, 16, ["machine.rates="], advised=False, rates=machine)
+    named = plan_deck(path, 16, options=PlanOptions(with_savings=False))
+    given = plan_deck(path, 16, ["machine.rates="], options=PlanOptions(with_savings=False, rates=machine))
     assert named.step is not None
     assert named.step == given.step
     assert named.sent == given.sent
@@ -55,11 +55,11 @@ def test_a_deck_is_planned_by_what_it_names(here: Path, rates: str, compute: str
 
 def test_a_machine_that_is_given_comes_before(here: Path) -> None:
     path = write(here, "gone.toml", "bf16")
-    plan = plan_deck(path, 16, advised=False, rates=read_machine("selene-2022"))
+    plan = plan_deck(path, 16, options=PlanOptions(with_savings=False, rates=read_machine("selene-2022")))
     assert plan.machine is not None
     assert plan.machine.name == "selene-2022"
     with pytest.raises(HpctrainError, match=r"machine\.rates = \"gone\.toml\": cannot be read"):
-        plan_deck(path, 16, advised=False)
+        plan_deck(path, 16, options=PlanOptions(with_savings=False))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_what_cannot_be_planned_by_is_a_problem_of_the_deck(
     (here / "lacking.toml").write_text(FILE.replace("memory = 1e9\n", ""))
     path = write(here, rates, compute)
     with pytest.raises(HpctrainError) as raised:
-        plan_deck(path, 16, advised=False)
+        plan_deck(path, 16, options=PlanOptions(with_savings=False))
     assert raised.value.exit_code == EXIT_USER
     at = f'{path}:20: machine.rates = "{rates}": '
     assert all(problem.startswith(at) for problem in raised.value.problems)
     assert said in "\n".join(raised.value.problems)
     deck = parse_deck(path.read_text())
-    assert [each.key for each in named_problems(deck)] == ["machine.rates"] * len(raised.value.problems)
-    assert not list(named_problems(deck, rates=False))
+    assert [each.key for each in reference_problems(deck)] == ["machine.rates"] * len(raised.value.problems)
+    assert not list(reference_problems(deck, rates=False))
 
 
 def test_steps_with_servers_are_not_planned() -> None:

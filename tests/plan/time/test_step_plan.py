@@ -23,7 +23,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.generate import generate_schedule
-from hpctrain.plan.deck_plan import plan_deck
+from hpctrain.plan.deck_plan import PlanOptions, plan_deck
 from hpctrain.plan.time.layer_seconds import layer_sizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates, parse_machine, read_machine
@@ -329,7 +329,11 @@ def test_a_rank_sends_what_rings_do(tmp_path: Path, ranks: int, sent: int) -> No
         'vocabulary = 271600\n[data]\ntokens = "none.h5"\n[batch]\nglobal_size = 8\nsequence = 1024\n'
         '[precision]\ncompute = "fp16"\n[optimizer]\nclip = 0\n'
     )
-    row = plan_deck(tmp_path / "deck.toml", ranks, advised=False, rates=read_machine("selene-2021")).row()
+    row = plan_deck(
+        tmp_path / "deck.toml",
+        ranks,
+        options=PlanOptions(with_savings=False, rates=read_machine("selene-2021")),
+    ).row()
     assert row["parameters_total"] == pytest.approx(3535e6 / 2, rel=2e-3)
     by_axis = row["bytes_by_axis"]
     assert isinstance(by_axis, dict)
