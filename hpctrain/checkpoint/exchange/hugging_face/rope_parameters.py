@@ -146,8 +146,18 @@ class RopeParametersReader:
         for name in ("type", "rope_type"):
             values.pop(name, None)
         self._resolve_original(key, kind, values, sequence)
+        if kind == "yarn" and "truncate" in table:
+            values.setdefault("truncate", False)  # null is false in transformers
         mscale_all_dim = self._mscale_all_dim(key, values) if kind == "yarn" else None
         if len(self.problems) > before:
+            return unscaled
+        original: Any = values.get(_ORIGINAL)
+        is_derived = kind == "yarn" and table.get("factor", 1) is None
+        if is_derived and _is_number(original) and sequence < original:
+            message = (
+                f"requires max_position_embeddings of at least {_ORIGINAL} = {original}, but it is {sequence}"
+            )
+            self.problems.append((f"{key}: factor", None, message))
             return unscaled
         if kind == "longrope" or "factor" in table:
             _resolve_factors(kind, values, sequence)

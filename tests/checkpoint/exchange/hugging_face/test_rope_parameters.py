@@ -73,6 +73,8 @@ def test_both_generations_are_read() -> None:
             {},
             {"beta_fast": 32, "beta_slow": 1},
         ),
+        ({"type": "yarn", **YARN, "truncate": None}, {}, {"truncate": False}),
+        ({"type": "yarn", **YARN}, {}, {"truncate": True}),
         (
             {"type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0.5},
             {},
@@ -130,6 +132,11 @@ def test_derived_values_are_those_of_transformers(
             "partial_rotary_factor = 0.5",
         ),
         ({"type": "yarn"}, {}, "requires factor with rope_type = 'yarn'"),
+        (
+            {"type": "yarn", "factor": None, "original_max_position_embeddings": 49},
+            {},
+            "factor = None: requires max_position_embeddings of at least original_max_position_embeddings",
+        ),
         ({"type": "llama3", "factor": 2.0}, {}, "requires low_freq_factor with rope_type = 'llama3'"),
         (
             {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4},
