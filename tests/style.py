@@ -187,12 +187,16 @@ def check_duplicates(trees: Trees, done: Collection[str]) -> Iterator[Violation]
     """Yield the classes and modules of done packages whose name exists elsewhere in the project.
 
     A module may have the name of a module of a package that is not done, since that one will change. Modules
-    of deck/sections/ have the names of the sections of a deck.
+    of deck/sections/ have the names of the sections of a deck, and those of cli/ the names of the verbs.
     """
     classes: defaultdict[str, list[tuple[Path, int]]] = defaultdict(list)
     modules: defaultdict[str, list[tuple[Path, int]]] = defaultdict(list)
     for path, tree in trees.items():
-        if path.stem != "__init__" and path.parent.name != "sections" and package_of(path) in done:
+        if (
+            path.stem != "__init__"
+            and path.parent.name not in {"sections", "cli"}
+            and package_of(path) in done
+        ):
             modules[path.stem].append((path, 1))
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

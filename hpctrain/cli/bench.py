@@ -23,15 +23,13 @@ def command() -> None:
 
 Number = TypeVar("Number", int, float)
 
-deck_file = click.argument("deck", type=PATH)
+deck_argument = click.argument("deck", type=PATH)
 COUNT = click.IntRange(1)
-in_rounds = click.option(
+rounds_option = click.option(
     "--rounds", default=5, show_default=True, type=COUNT, help="Rounds; each round measures all variants."
 )
-device_to_measure = click.option(
-    "--device", default="auto", show_default=True, help="Device, as in run.device."
-)
-figures_file = click.option("--json", "path", type=PATH, help="Also write the results to this file.")
+device_option = click.option("--device", default="auto", show_default=True, help="Device, as in run.device.")
+results_option = click.option("--json", "path", type=PATH, help="Also write the results to this file.")
 
 
 def run_bench(
@@ -68,7 +66,7 @@ def run_bench(
     help="Operations, separated by commas, e.g. all_reduce,reduce.",
 )
 @click.option("--gloo", is_flag=True, help="Also measure the gloo backend of torch.distributed.")
-@figures_file
+@results_option
 def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
     """Measure all collectives, compared with mpi4py on numpy arrays, under mpirun or srun."""
     from hpctrain.bench.collective_speed import bench, print_rows, write_rows
@@ -85,10 +83,10 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option()
 @click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps per variant and round.")
-@in_rounds
+@rounds_option
 @click.option("--no-sync", is_flag=True, help="Also measure ranks that do not communicate.")
 @click.option(
     "--data-parallel", is_flag=True, help="Also measure the same global batch with data parallelism only."
@@ -113,12 +111,12 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
     help="Measure only this variant, with its peak memory: deck, no-sync, the overrides of a variant, ...",
 )
 @click.option("--memory", is_flag=True, help="Also measure the peak memory of each variant in new processes.")
-@figures_file
-def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any) -> None:
+@results_option
+def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **values: Any) -> None:
     """Measure the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
     from hpctrain.bench.training_speed import TrainingBenchOptions, bench_train
 
-    run_bench(lambda world: bench_train(world, deck, overrides, TrainingBenchOptions(**wish), path), path)
+    run_bench(lambda world: bench_train(world, deck, overrides, TrainingBenchOptions(**values), path), path)
 
 
 @command.command()
@@ -134,9 +132,9 @@ def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any
     help="Measure only this deck, e.g. 17m-fp32-tensor. May be repeated.",
 )
 @click.option("--steps", default=1, show_default=True, type=COUNT, help="Steps per deck and round.")
-@device_to_measure
-@in_rounds
-@figures_file
+@device_option
+@rounds_option
+@results_option
 def plan(
     machine: str | None, only: tuple[str, ...], steps: int, device: str, rounds: int, path: Path | None
 ) -> None:
@@ -147,11 +145,11 @@ def plan(
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option("layout.expert=2")
 @click.option("--steps", default=1, show_default=True, type=COUNT, help="Steps per variant and round.")
-@in_rounds
-@figures_file
+@rounds_option
+@results_option
 def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
     """Measure the mixture layers of DECK, with and without expert parallelism, and a dense layer."""
     from hpctrain.bench.mixture_speed import bench_mixture
@@ -160,26 +158,26 @@ def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, pat
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option("machine.compile=true")
 @click.option("--prompts", default=32, show_default=True, type=COUNT, help="Number of texts to continue.")
 @click.option(
     "--tokens", default=128, show_default=True, type=COUNT, help="Number of tokens to generate per text."
 )
-@in_rounds
-@figures_file
-def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: int) -> None:
+@rounds_option
+@results_option
+def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **values: int) -> None:
     """Measure greedy decoding with and without a key and value cache, compared with transformers."""
     from hpctrain.bench.generation_speed import bench_generate
 
-    run_bench(lambda world: bench_generate(world, deck, overrides, output=path, **wish), path, device="cpu")
+    run_bench(lambda world: bench_generate(world, deck, overrides, output=path, **values), path, device="cpu")
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option("layout.zero=1")
-@in_rounds
-@figures_file
+@rounds_option
+@results_option
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
     """Measure the update of optimizer state in files, compared with disk and processor alone."""
     from hpctrain.bench.offload_speed import bench_offload
@@ -188,9 +186,9 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option("layout.zero=1")
-@in_rounds
+@rounds_option
 @click.option(
     "--against", type=click.Choice(["dcp"]), help="Also measure torch.distributed.checkpoint with gloo."
 )
@@ -203,19 +201,19 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
     help="Folder for temporary files.",
 )
 @click.option("--warm", is_flag=True, help="Read files that may be in the page cache.")
-@figures_file
+@results_option
 def checkpoint(
-    deck: Path, overrides: tuple[str, ...], path: Path | None, against: str | None, **wish: Any
+    deck: Path, overrides: tuple[str, ...], path: Path | None, against: str | None, **values: Any
 ) -> None:
     """Measure saving and loading a checkpoint, compared with plain files of the same ranks."""
     from hpctrain.bench.checkpoint_speed import CheckpointBenchOptions, bench_checkpoint
 
-    wished = CheckpointBenchOptions(dcp=against == "dcp", **wish)
-    run_bench(lambda world: bench_checkpoint(world, deck, overrides, wished, path), path)
+    options = CheckpointBenchOptions(dcp=against == "dcp", **values)
+    run_bench(lambda world: bench_checkpoint(world, deck, overrides, options, path), path)
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option("run.steps=100")
 @click.option(
     "--only", multiple=True, metavar="FORM", help="Measure only this form, e.g. exact. May be repeated."
@@ -227,7 +225,7 @@ def checkpoint(
     metavar='"KEY=VALUE ..."',
     help="Also train the deck with these overrides, e.g. layout.local_steps.format=int8.",
 )
-@figures_file
+@results_option
 def communication(
     deck: Path,
     overrides: tuple[str, ...],
@@ -249,9 +247,9 @@ def communication(
     metavar="MxNxK",
     help="Shape: M tokens, N outputs, K inputs. May be repeated.  [default: those of a small block]",
 )
-@device_to_measure
-@in_rounds
-@figures_file
+@device_option
+@rounds_option
+@results_option
 def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) -> None:
     """Measure the three products of a matrix layer in 8 bits with every recipe, compared with bf16."""
     from hpctrain.bench.fp8_speed import SHAPES, bench_fp8
@@ -268,24 +266,24 @@ def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) ->
 @click.option(
     "--format", "form", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]), help="Format."
 )
-@device_to_measure
-@in_rounds
-@figures_file
-def attention(device: str, rounds: int, path: Path | None, **wish: Any) -> None:
+@device_option
+@rounds_option
+@results_option
+def attention(device: str, rounds: int, path: Path | None, **values: Any) -> None:
     """Measure attention with a window, compared with full attention, in processor time on CPUs."""
     from hpctrain.bench.attention_speed import AttentionBenchOptions, bench_attention
 
     names = "sequence", "window", "heads", "kv_heads", "head_size", "form"
-    options = AttentionBenchOptions(*(wish[name] for name in names))
+    options = AttentionBenchOptions(*(values[name] for name in names))
     run_bench(lambda world: bench_attention(world, options, rounds, path), path, device=device)
 
 
 @command.command()
 @click.option("--family", "families", multiple=True, help="Measure only this family. May be repeated.")
 @set_option("precision.compute=bf16", key="a deck key of all families")
-@device_to_measure
-@in_rounds
-@figures_file
+@device_option
+@rounds_option
+@results_option
 def blocks(
     families: tuple[str, ...], overrides: tuple[str, ...], device: str, rounds: int, path: Path | None
 ) -> None:
@@ -296,7 +294,7 @@ def blocks(
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option("run.steps=100")
 @click.option(
     "--widths", default="64,128,256,512,1024", show_default=True, help="Values of model.hidden to compare."
@@ -310,7 +308,7 @@ def blocks(
 @click.option("--wider-heads", is_flag=True, help="Use wider heads instead of more heads.")
 @click.option("--random-tokens", is_flag=True, help="Use random tokens instead of the token file.")
 @click.option("--plot", "picture", type=PATH, metavar="FILE", help="Plot the results as a PNG file.")
-@figures_file
+@results_option
 def mup(
     deck: Path,
     overrides: tuple[str, ...],
@@ -319,7 +317,7 @@ def mup(
     rate_widths: str,
     picture: Path | None,
     path: Path | None,
-    **wish: Any,
+    **values: Any,
 ) -> None:
     """Compare widths of the model of DECK in muP and the standard parametrization.
 
@@ -328,17 +326,17 @@ def mup(
     """
     from hpctrain.bench.mup import WidthBenchOptions, bench_mup
 
-    wished = WidthBenchOptions(
+    options = WidthBenchOptions(
         widths=numbers("--widths", widths, int),
         rates=numbers("--rates", rates, float),
         rate_widths=numbers("--rate-widths", rate_widths, int),
-        **wish,
+        **values,
     )
-    run_bench(lambda world: bench_mup(world, deck, overrides, wished, path, picture), path, picture)
+    run_bench(lambda world: bench_mup(world, deck, overrides, options, path, picture), path, picture)
 
 
 @command.command()
-@deck_file
+@deck_argument
 @set_option()
 @click.option(
     "--from",
@@ -366,9 +364,9 @@ def mup(
     help="Use the loss of this evaluation set (as in checkpoint.keep_best) after each step.",
 )
 @click.option("--plot", "picture", type=PATH, metavar="FILE", help="Plot the losses as a PNG file.")
-@figures_file
+@results_option
 def rate(
-    deck: Path, overrides: tuple[str, ...], picture: Path | None, path: Path | None, **wish: Any
+    deck: Path, overrides: tuple[str, ...], picture: Path | None, path: Path | None, **values: Any
 ) -> None:
     """Train DECK with increasing learning rates, and suggest the rate at which the loss falls fastest.
 
@@ -376,18 +374,18 @@ def rate(
     """
     from hpctrain.bench.rate_range import RateBenchOptions, bench_rate
 
-    wished = RateBenchOptions(**wish)
-    run_bench(lambda world: bench_rate(world, deck, overrides, wished, path, picture), path, picture)
+    options = RateBenchOptions(**values)
+    run_bench(lambda world: bench_rate(world, deck, overrides, options, path, picture), path, picture)
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
     """Parse distinct positive numbers, separated by commas."""
     try:
-        found = tuple(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
+        values = tuple(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
     except ValueError:
-        found = ()
-    if (not found and (text.strip() or kind is int)) or not all(0 < number < inf for number in found):
+        values = ()
+    if (not values and (text.strip() or kind is int)) or not all(0 < number < inf for number in values):
         raise click.BadParameter(
             f"{text!r}: must be positive numbers, separated by commas", param_hint=option
         )
-    return found
+    return values

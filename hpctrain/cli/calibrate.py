@@ -50,7 +50,7 @@ from hpctrain.cli.shared_options import PATH
     show_default=True,
     help="Device to measure: auto (a GPU where torch finds one), cpu, cuda or xpu.",
 )
-def command(path: Path, device: str, **wish: Any) -> None:
+def command(path: Path, device: str, **values: Any) -> None:
     """Measure the rates of this machine for `hpctrain plan --machine FILE`.
 
     Start it as one process or under mpirun or srun.
@@ -66,4 +66,4 @@ def command(path: Path, device: str, **wish: Any) -> None:
     from hpctrain.comm.verb import run_verb
     from hpctrain.plan.calibrate.calibration import CalibrateOptions, calibrate
 
-    run_verb(lambda world: calibrate(world, path, CalibrateOptions(**wish)), device)
+    run_verb(lambda world: calibrate(world, path, CalibrateOptions(**values)), device)

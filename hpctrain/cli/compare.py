@@ -40,7 +40,7 @@ def command(
         raise click.UsageError("--steps conflicts with --figures, which repeats no steps")
 
     def work(world: World) -> int:
-        known = read_trust(world, trust)
-        return compare(world, (first, second), steps, not no_replay, click.echo, figures, known)
+        code_trust = read_trust(world, trust)
+        return compare(world, (first, second), steps, not no_replay, click.echo, figures, code_trust)
 
     run_verb(work)

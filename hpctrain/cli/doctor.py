@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
     from hpctrain.host.doctor import DoctorFinding, DoctorReport, RankPlacement
 
-MOST_RANKS = 64
+MAX_RANKS = 64
+"""Largest number of ranks that the table lists."""
+
 COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
 
 
@@ -71,15 +73,15 @@ def command(
 
     The exit code is 1 if a run cannot start or a result was wrong. Slow nodes do not change it.
     """
-    for option, given in (("--stress-dir", stress_dir), ("--rates", rates)):
-        if given is not None and stress is None:
+    for option, value in (("--stress-dir", stress_dir), ("--rates", rates)):
+        if value is not None and stress is None:
             raise HpctrainError(f"{option} requires --stress SECONDS")
-    wish = None if stress is None else StressOptions.of(stress, stress_dir, rates)
+    stress_options = None if stress is None else StressOptions.of(stress, stress_dir, rates)
     from hpctrain.host.doctor import examine_machine
     from hpctrain.host.problem_report import problem_report
 
     with examine_machine() as report:
-        if report.can_run:  # else torch may be what is broken
+        if report.can_run:  # otherwise the import of torch may fail
             from hpctrain.comm.transports.node_memory import examine_node_memory
             from hpctrain.host.device import choose_device, visible_gpus
             from hpctrain.parallel.product_findings import check_fp8_products, check_kernels
@@ -87,7 +89,7 @@ def command(
             device = choose_device("auto", report.ranks[report.rank].local_rank, visible_gpus())
             findings = [] if report.world is None else examine_node_memory(report.world)
             report.add([*findings, check_kernels(device), check_fp8_products(device)])
-        if deck is not None and report.can_run:  # else what reads decks may be what is broken
+        if deck is not None and report.can_run:  # otherwise the reader of decks may fail
             from hpctrain.plan.coordinates import map_deck
 
             map_deck(report, deck, overrides)
@@ -99,21 +101,21 @@ def command(
                 click.echo(
                     f"{report_path}: read it before you send it: it names this machine's paths and nodes"
                 )
-        if wish is not None and report.can_run:
+        if stress_options is not None and report.can_run:
             from hpctrain.comm.verb import run_verb
 
-            run_verb(lambda world: test_nodes(world, wish))
+            run_verb(lambda world: test_nodes(world, stress_options))
     sys.exit(0 if report.can_run else 1)
 
 
-def test_nodes(world: World, wish: StressOptions) -> int:
+def test_nodes(world: World, options: StressOptions) -> int:
     """Test the nodes, print their table and all problems, and return the exit code. Collective."""
     from hpctrain.watch.stress.stress import stress
 
     def say(line: str) -> None:
         click.echo("\n".join(fit(line, columns())))
 
-    result = stress(world, wish, say)
+    result = stress(world, options, say)
     if world.rank == 0:
         click.echo("\n".join(["", *fitted(result.rows, range(len(result.rows[0])), columns()), ""]))
         click.echo("".join(f"{line}\n" for line in problem_lines(result.findings, columns())), nl=False)
@@ -125,7 +127,7 @@ def findings_text(report: DoctorReport, width: int | None) -> str:
     """Return tables of the findings and of the ranks, then one sentence for each problem, with ANSI styles.
 
     Args:
-        report: What was found.
+        report: Findings on the machine.
         width: Columns at which lines are broken; None if lines may have any length.
     """
     marks = ["WRONG" if finding.fatal else "note" if finding.remedy else "ok" for finding in report.findings]
@@ -138,7 +140,7 @@ def findings_text(report: DoctorReport, width: int | None) -> str:
             *(str(rank.rank), rank.hostname, str(rank.local_rank), spans(rank.cores), gpu(rank)),
             *(str(report.coordinates[rank.rank][axis]) for axis in axes),
         )
-        for rank in report.ranks[:MOST_RANKS]
+        for rank in report.ranks[:MAX_RANKS]
     ]
     heads = ("rank", "node", "local rank", "cores", "GPU", *axes)
     lines = []
@@ -148,8 +150,8 @@ def findings_text(report: DoctorReport, width: int | None) -> str:
             styled = click.style(mark, COLOURS.get(mark), bold=mark == "WRONG")
             text = "\n".join(fit(line, width)).removeprefix(mark)
             lines.append((styled if mark in COLOURS else mark) + text)
-    if len(report.ranks) > MOST_RANKS:
-        lines.append(f"and {len(report.ranks) - MOST_RANKS} more ranks")
+    if len(report.ranks) > MAX_RANKS:
+        lines.append(f"and {len(report.ranks) - MAX_RANKS} more ranks")
     lines += problem_lines([finding for finding in report.findings if finding.remedy], width)
     lines.append("A run can start here." if report.can_run else "A run could not start here.")
     return "\n".join(lines)
@@ -164,7 +166,7 @@ def problem_lines(findings: list[DoctorFinding], width: int | None) -> Iterator[
 
 
 def gpu(rank: RankPlacement) -> str:
-    """Return the GPU that a run gives to this rank: its number, how many it sees, and the begin of its UUID.
+    """Return the GPU that a run gives to this rank: its number, how many it sees, and the start of its UUID.
 
     The UUID tells GPUs apart if each rank sees one GPU, which has the number 0: "0 of 1 (8a3f02c1)".
     """

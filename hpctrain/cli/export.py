@@ -45,7 +45,7 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str, 
     from hpctrain.watch.newest import find_checkpoint
 
     try:
-        most = parse_bytes(max_shard_size)
+        max_bytes = parse_bytes(max_shard_size)
     except UnitError as error:
         raise UnitError(f"--max-shard-size: {error}") from None
 
@@ -54,7 +54,7 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str, 
         if adapters is not None:
             sentence = export_adapters(world, checkpoint, folder, adapters)
         else:
-            sentence = export_model(world, checkpoint, folder, dtype, most)
+            sentence = export_model(world, checkpoint, folder, dtype, max_bytes)
         if world.rank == 0:
             click.echo(sentence)
 

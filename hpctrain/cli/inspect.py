@@ -28,7 +28,7 @@ from hpctrain.cli.shared_options import PATH
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @code_options
-def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
+def command(target: Path, trust: ReadTrust, **values: Any) -> None:
     """Show the contents of a checkpoint or token file, or the checkpoints of a run folder.
 
     For a checkpoint, the runs that led to it are listed too. Without --verify, only the structure of a file
@@ -41,7 +41,7 @@ def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
     from hpctrain.report.inspect import InspectOptions, inspect
 
     def work(world: World) -> int:
-        wished = InspectOptions(**wish, trust=read_trust(world, trust))
-        return inspect(world.everyone, target, wished, click.echo)
+        options = InspectOptions(**values, trust=read_trust(world, trust))
+        return inspect(world.everyone, target, options, click.echo)
 
     run_verb(work, device="cpu")

@@ -66,8 +66,8 @@ class Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in VERBS:
-            near = nearest(args[0], VERBS)
-            hint = f'did you mean "{near}"?' if near else f"the verbs are {', '.join(VERBS)}"
+            verb = nearest(args[0], VERBS)
+            hint = f'did you mean "{verb}"?' if verb else f"the verbs are {', '.join(VERBS)}"
             raise click.UsageError(f'unknown verb "{args[0]}": {hint}', ctx)
         return super().resolve_command(ctx, args)
 
@@ -103,9 +103,9 @@ def command() -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit with one of the codes in `hpctrain.errors`."""
-    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # where it came closed
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # None if it was closed
     sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    atexit.register(gc.freeze)  # Python would look through all that is loaded before it ends
+    atexit.register(gc.freeze)  # makes the garbage collection at exit fast
     try:
         code = command.main(prog_name="hpctrain", standalone_mode=False)
         sys.stdout.flush()
@@ -132,7 +132,7 @@ def usage_sentence(error: click.ClickException) -> str:
 def leave(error: HpctrainError) -> NoReturn:
     """End the process with an error that occurred before MPI was started. Only rank 0 prints it.
 
-    A rank that left at once could take the others with it before any had printed.
+    A rank that exits at once could end the job before rank 0 has printed.
     """
     if launched_size(os.environ) > 1:
         from hpctrain.comm.verb import run_verb

@@ -99,18 +99,18 @@ def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choice
     from hpctrain.units import UnitError, parse_bytes
 
     try:
-        most = None if shard_bytes is None else parse_bytes(shard_bytes)
+        max_bytes = None if shard_bytes is None else parse_bytes(shard_bytes)
     except UnitError as error:
         raise click.UsageError(f"--shard-bytes {shard_bytes}: {error}") from None
-    if most is not None and most < 1:
+    if max_bytes is not None and max_bytes < 1:
         raise click.UsageError(f"--shard-bytes {shard_bytes}: must be at least 1 B")
 
     def work(world: World) -> None:
         with Display(visible=world.rank == 0) as display:
-            wishes = {"shard_bytes": most, **choices}
-            made = prepare_any(world, out, paths, wishes, display.say, display.report)
+            options = {"shard_bytes": max_bytes, **choices}
+            result = prepare_any(world, out, paths, options, display.say, display.report)
         if world.rank == 0:
-            click.echo(made_text(made, in_shards=most is not None))
+            click.echo(made_text(result, in_shards=max_bytes is not None))
 
     run_verb(work, device="cpu")
 

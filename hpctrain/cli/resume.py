@@ -16,7 +16,7 @@ from hpctrain.train.signals import heed_from_now
 @set_option("run.steps=200")
 @click.option(
     "--replay-routing",
-    "replayed",
+    "routing_file",
     metavar="FILE",
     type=PATH,
     help="Send tokens to the experts recorded in FILE, a routing.h5 (model.experts.record_routing).",
@@ -24,7 +24,7 @@ from hpctrain.train.signals import heed_from_now
 @click.option("--strict", is_flag=True, help="Fail if the newest checkpoint of a run folder is damaged.")
 @code_options
 def command(
-    target: Path, overrides: tuple[str, ...], strict: bool, replayed: Path | None, trust: ReadTrust
+    target: Path, overrides: tuple[str, ...], strict: bool, routing_file: Path | None, trust: ReadTrust
 ) -> None:
     """Continue a run from a checkpoint, or from the newest valid checkpoint of a run folder.
 
@@ -39,6 +39,6 @@ def command(
 
     def work(world: World) -> int:
         changes = add_trust(world, overrides, trust)
-        return resume(world, target, changes, strict, replayed, make_trainer)
+        return resume(world, target, changes, strict, routing_file, make_trainer)
 
     run_verb(work)

@@ -20,13 +20,13 @@ from hpctrain.train.signals import heed_from_now
 )
 @click.option(
     "--resume",
-    "again",
+    "resumes",
     is_flag=True,
     help="Continue from the newest valid checkpoint in the run folder, if there is one.",
 )
 @click.option(
     "--replay-routing",
-    "replayed",
+    "routing_file",
     metavar="FILE",
     type=PATH,
     help="Send tokens to the experts recorded in FILE, a routing.h5 (model.experts.record_routing).",
@@ -38,8 +38,8 @@ def command(
     deck: Path,
     overrides: tuple[str, ...],
     fresh: bool,
-    again: bool,
-    replayed: Path | None,
+    resumes: bool,
+    routing_file: Path | None,
     verify_layout: bool,
 ) -> None:
     """Train the model of DECK, as one process or under mpirun or srun.
@@ -52,7 +52,7 @@ def command(
     from hpctrain.post.policy_trainer import make_trainer
     from hpctrain.train.run import run_deck
 
-    if fresh and again:
+    if fresh and resumes:
         raise click.UsageError("--fresh conflicts with --resume")
     changes = [*overrides, "stability.verify_layout=true"] if verify_layout else overrides
-    run_verb(lambda world: run_deck(world, deck, changes, fresh, again, replayed, make_trainer))
+    run_verb(lambda world: run_deck(world, deck, changes, fresh, resumes, routing_file, make_trainer))

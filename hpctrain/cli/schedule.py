@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,10 +17,36 @@ from hpctrain.text import nearest
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.action import Schedule
-    from hpctrain.pipeline.simulate import Simulation, StageTimes
+    from hpctrain.pipeline.simulate import Simulation
 
 COLUMNS_OF_A_FILE = 240
-PROBLEMS_SHOWN = 10
+"""Width of a grid that is not printed on a terminal."""
+
+MAX_PROBLEMS = 10
+"""Largest number of problems of a schedule that are listed."""
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """Schedule that the user wants to see.
+
+    Attributes:
+        source: Name of a schedule, or its file.
+        stages: Number of stages; None to take that of the file.
+        microbatches: Number of micro-batches; None to take that of the file.
+        chunks: Number of chunks; None for the default, or for that of the file.
+        times: Times of a stage for one micro-batch: F, B, W and C.
+        memory_limit: Largest number of activations that a stage may hold; None for no limit.
+        png: File for a picture; None for no picture.
+    """
+
+    source: str
+    stages: int | None
+    microbatches: int | None
+    chunks: int | None
+    times: tuple[float, ...]
+    memory_limit: float | None
+    png: Path | None
 
 
 def read_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
@@ -68,17 +94,7 @@ def read_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[
     help="Print the schedule as text that can be edited and used in a deck.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print cost, bubble and peak activations as JSON.")
-def command(
-    source: str,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    times: tuple[float, ...],
-    memory_limit: float | None,
-    png: Path | None,
-    as_text: bool,
-    as_json: bool,
-) -> None:
+def command(as_text: bool, as_json: bool, **values: Any) -> None:
     """Print a pipeline schedule as a grid, with its bubble and its peak activations.
 
     NAME is naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, v-min or dualpipe-v, and requires
@@ -91,10 +107,10 @@ def command(
 
     if as_text and as_json:
         raise click.UsageError("--text conflicts with --json")
-    durations = StageTimes(*times)
-    schedule = find_schedule(source, stages, microbatches, chunks, durations, memory_limit, png)
-    simulation = simulate(schedule, durations)
-    named = named_as(schedule, Path(source))
+    request = ScheduleRequest(**values)
+    schedule, png = find_schedule(request), request.png
+    simulation = simulate(schedule, StageTimes(*request.times))
+    named = with_name(schedule, Path(request.source))
     if png is not None:
         picture.png(named, simulation, png)
     if as_text:
@@ -122,57 +138,32 @@ def summary(schedule: Schedule, simulation: Simulation) -> dict[str, object]:
     }
 
 
-def find_schedule(
-    source: str,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    times: StageTimes,
-    memory_limit: float | None,
-    png: Path | None,
-) -> Schedule:
+def find_schedule(request: ScheduleRequest) -> Schedule:
     """Generate a schedule by its name, or read and check one from a file.
-
-    Args:
-        source: Name of a schedule, or its file.
-        stages: Number of stages; None to take that of the file.
-        microbatches: Number of micro-batches; None to take that of the file.
-        chunks: Number of chunks; None for the default, or for that of the file.
-        times: Times of the passes, by which some schedules are generated.
-        memory_limit: Largest number of activations that a stage may hold; None for no limit.
-        png: File for a picture of a schedule that is not valid, with its problems marked.
 
     Raises:
         HpctrainError: There is no such schedule, a number is missing, or the schedule is not valid.
     """
     from hpctrain.deck.schedules import SCHEDULE_NAMES
     from hpctrain.pipeline.generate import generate_schedule
+    from hpctrain.pipeline.simulate import StageTimes
 
+    source, stages, microbatches = request.source, request.stages, request.microbatches
     if source in SCHEDULE_NAMES:
         if stages is None or microbatches is None:
             missing = ["--stages P"] * (stages is None) + ["--microbatches M"] * (microbatches is None)
             raise HpctrainError(f"schedule {source} requires {' and '.join(missing)}")
-        return generate_schedule(source, stages, microbatches, chunks, times, memory_limit)
+        times = StageTimes(*request.times)
+        return generate_schedule(source, stages, microbatches, request.chunks, times, request.memory_limit)
     if not Path(source).exists():
-        near = nearest(source, SCHEDULE_NAMES)
-        hint = f'did you mean "{near}"?' if near else f"the names are {', '.join(SCHEDULE_NAMES)}"
+        name = nearest(source, SCHEDULE_NAMES)
+        hint = f'did you mean "{name}"?' if name else f"the names are {', '.join(SCHEDULE_NAMES)}"
         raise HpctrainError(f'"{source}" is neither a schedule nor a file: {hint}')
-    return read_schedule(Path(source), (stages, microbatches, chunks), memory_limit, png)
+    return read_schedule(request)
 
 
-def read_schedule(
-    path: Path,
-    counts: tuple[int | None, int | None, int | None],
-    memory_limit: float | None,
-    png: Path | None,
-) -> Schedule:
-    """Read a schedule from a file and check it.
-
-    Args:
-        path: The file.
-        counts: Expected numbers of stages, micro-batches and chunks; None for any.
-        memory_limit: Largest number of activations that a stage may hold; None for no limit.
-        png: File for a picture of a schedule that is not valid.
+def read_schedule(request: ScheduleRequest) -> Schedule:
+    """Read a schedule from a file and check it. If it is not valid, a picture marks its problems.
 
     Raises:
         HpctrainError: The file cannot be read, has other numbers, or is not a valid schedule.
@@ -182,33 +173,37 @@ def read_schedule(
     from hpctrain.pipeline.schedule_check import check_schedule, schedule_error
     from hpctrain.report import picture
 
+    path = Path(request.source)
     try:
         with failing_as(f"{path}: cannot be read"):
             text = read_text(path, SCHEDULE_BYTES)
     except UnicodeDecodeError as error:
         raise HpctrainError(f"{path}: is not text; a schedule has the format of --text") from error
     schedule = Schedule.parse(text, str(path))
-    held = (schedule.stage_count, schedule.micro_batches, schedule.chunks)
-    options = ("--stages", "--microbatches", "--chunks")
-    differ = [
-        f"{path}: {option} {count} conflicts with the file, which has {there}"
-        for option, count, there in zip(options, counts, held, strict=True)
-        if count is not None and count != there
+    numbers = {
+        "--stages": (request.stages, schedule.stage_count),
+        "--microbatches": (request.microbatches, schedule.micro_batches),
+        "--chunks": (request.chunks, schedule.chunks),
+    }
+    conflicts = [
+        f"{path}: {option} {expected} conflicts with the file, which has {number}"
+        for option, (expected, number) in numbers.items()
+        if expected is not None and expected != number
     ]
-    if differ:
-        raise HpctrainError(differ)
-    problems = check_schedule(schedule, memory_limit)
+    if conflicts:
+        raise HpctrainError(conflicts)
+    problems = check_schedule(schedule, request.memory_limit)
     if problems:
-        sentences = list(schedule_error(problems[:PROBLEMS_SHOWN], str(path), stage_lines(text)).problems)
-        if len(problems) > PROBLEMS_SHOWN:
-            sentences.append(f"{path}: and {len(problems) - PROBLEMS_SHOWN} more")
-        if png is not None:
-            picture.png(named_as(schedule, path), None, png, problems)
-            sentences.append(f"see {png} for the locations")
+        sentences = list(schedule_error(problems[:MAX_PROBLEMS], str(path), stage_lines(text)).problems)
+        if len(problems) > MAX_PROBLEMS:
+            sentences.append(f"{path}: and {len(problems) - MAX_PROBLEMS} more")
+        if request.png is not None:
+            picture.png(with_name(schedule, path), None, request.png, problems)
+            sentences.append(f"see {request.png} for the locations")
         raise HpctrainError(sentences)
     return schedule
 
 
-def named_as(schedule: Schedule, path: Path) -> Schedule:
-    """Return the schedule; if it has no name, that of its file becomes its name."""
+def with_name(schedule: Schedule, path: Path) -> Schedule:
+    """Return the schedule, named after its file if it has no name."""
     return schedule if schedule.name else replace(schedule, name=" ".join(path.name.split()))
