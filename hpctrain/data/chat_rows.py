@@ -58,7 +58,13 @@ class Conversation(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """The conversation that is preferred to the other one, from the same messages on; and other keys."""
+    """Two conversations that begin with the same messages, of which one is preferred.
+
+    Attributes:
+        chosen: The conversation that is preferred.
+        rejected: The other conversation.
+        other_keys: The other keys of the row.
+    """
 
     chosen: Conversation
     rejected: Conversation
@@ -71,7 +77,7 @@ class Preference(NamedTuple):
 
 
 class PromptRow(NamedTuple):
-    """Prompt that an assistant is to answer, with the other keys of its row."""
+    """Prompt that an assistant answers, with the other keys of its row."""
 
     asked: Conversation
     other_keys: Mapping[str, Any]
@@ -173,7 +179,7 @@ def preference_of(row: Any) -> Preference:
     for name, each in zip(("chosen", "rejected"), pair, strict=True):
         if not any(message["role"] == ASSISTANT for message in each.messages[first:]):
             raise HpctrainError(
-                f"has no assistant message in `{name}` behind the part that both answers share"
+                f"has no assistant message in `{name}` after the messages that both answers share"
             )
         if not each.learned:
             raise HpctrainError(f"excludes every assistant message in `{name}` from training")
@@ -254,8 +260,8 @@ def _history(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _instruction(row: Mapping[str, Any]) -> str:
-    given = (row.get(name) for name in ("instruction", "input"))
-    parts = [part for part in given if part is not None and part != ""]
+    values = (row.get(name) for name in ("instruction", "input"))
+    parts = [part for part in values if part is not None and part != ""]
     wrong = next((part for part in parts if not isinstance(part, str)), None)
     if wrong is not None:
         raise HpctrainError(f"has {kind_of(wrong)} in `instruction` or `input`, not text")
@@ -263,7 +269,7 @@ def _instruction(row: Mapping[str, Any]) -> str:
 
 
 def _turn(row: Mapping[str, Any], name: str, role: str) -> list[Message]:
-    """A text that `role` says, or messages."""
+    """Return the messages under a key: a list of messages, one message, or a text that `role` says."""
     value = row.get(name)
     if isinstance(value, str):
         return [_said(role, value)]
@@ -278,21 +284,21 @@ def _said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _messages(found: Any, name: str) -> list[Message]:
-    if not isinstance(found, list) or not found:
-        what = "no message" if isinstance(found, list) else f"{kind_of(found)}, not a list of messages"
+def _messages(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        what = "no message" if isinstance(value, list) else f"{kind_of(value)}, not a list of messages"
         raise HpctrainError(f"has {what} in `{name}`")
-    return [_message(each, f"message {number} of {len(found)}") for number, each in enumerate(found, 1)]
+    return [_message(each, f"message {number} of {len(value)}") for number, each in enumerate(value, 1)]
 
 
-def _message(found: Any, title: str) -> Message:
-    if not isinstance(found, Mapping):
-        raise HpctrainError(f"{title} is {kind_of(found)}, not an object with role and content")
-    # Columns of a table have nothing where a key is not there.
-    message = {key: value for key, value in found.items() if value is not None}
+def _message(value: Any, title: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise HpctrainError(f"{title} is {kind_of(value)}, not an object with role and content")
+    # In tables, a missing key is a null.
+    message = {key: entry for key, entry in value.items() if entry is not None}
     role = message.pop("role", None) or message.pop("from", None)
     if not isinstance(role, str):
-        has = f" (it has {', '.join(map(str, found))})" if found else ""
+        has = f" (it has {', '.join(map(str, value))})" if value else ""
         raise HpctrainError(f"{title} has no `role`{has}")
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
@@ -305,7 +311,11 @@ def _message(found: Any, title: str) -> Message:
 
 
 def _joined(parts: Sequence[Any], title: str) -> str:
-    """The text of a content in parts, as of models that see images, too. HpctrainError where one is none."""
+    """Return the text of a content that is a list of parts, as for models that also see images.
+
+    Raises:
+        HpctrainError: A part is not text.
+    """
     texts = list[str]()
     for part in parts:
         if isinstance(part, Mapping):

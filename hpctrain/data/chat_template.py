@@ -1,8 +1,8 @@
-"""Chat templates, from the messages of a conversation to its text, in Jinja, as Hugging Face's tokenizers
-have them.
+"""Chat templates in Jinja, as Hugging Face's tokenizers have them, which turn messages into text.
 
-A template is rendered in a process of its own (`data/template_process.py`), in jinja2's sandbox, with what
-transformers gives it: blocks trimmed, loop controls, `raise_exception`, `strftime_now`, `{% generation %}`.
+A template is rendered in a child process (`data/template_process.py`), in jinja2's sandbox, with the settings
+and functions of transformers: trimmed blocks, loop controls, `raise_exception`, `strftime_now` and
+`{% generation %}`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,20 @@ RAW = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 BUILT_IN = {"chatml": CHATML, "llama3": LLAMA3, "plain": PLAIN, "raw": RAW}
-"""By name: that of Qwen and others, that of Llama 3, "User: ..., Assistant: ...", and contents alone."""
+"""Built-in templates by name: those of Qwen and of Llama 3, "User: ... Assistant: ...", and contents without
+roles.
+"""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's `text`; `tokens` are names that it may use, such as eos_token; `title` is what messages
-    call it; `now`, in ISO 8601, is what one that asks takes for the time.
+    """A chat template.
+
+    Attributes:
+        text: The template.
+        tokens: Special tokens by the name that the template uses, such as eos_token.
+        title: Name of the template in messages.
+        now: Time that the template gets if it asks for the time, in ISO 8601.
     """
 
     text: str
@@ -79,25 +86,25 @@ class ChatTemplate:
             settings = TokenizerSettings.of_folder(folder) if folder.is_dir() else TokenizerSettings()
         tokens = {"eos_token": ends} | settings.special_tokens
         if argument is None:
-            if (own := settings.chat_template) is None:
+            if settings.chat_template is None:
                 names = either([*BUILT_IN, "a Jinja file"])
                 raise HpctrainError(f"--tokenizer {tokenizer}: has no chat template; give --template {names}")
-            text, title = own, f"chat_template of {tokenizer}"
+            text, title = settings.chat_template, f"chat_template of {tokenizer}"
         elif argument in BUILT_IN:
             text, title = BUILT_IN[argument], f"--template {argument}"
         else:
             text, title = _of_file(argument)
-        # Where nothing asks for the time, a file does not depend on it.
+        # A template that does not ask for the time stores none, so that its token file is reproducible.
         now = datetime.now().isoformat(timespec="seconds") if "strftime_now" in text else ""
         return ChatTemplate(text, tokens, title, now)
 
     @staticmethod
     def from_json(text: str) -> ChatTemplate:
-        """Of what `to_json` made."""
+        """Return the template that `to_json` stored."""
         return ChatTemplate(**json.loads(text))
 
     def to_json(self) -> str:
-        """All of it as text."""
+        """Return all fields as JSON."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @cached_property

@@ -1,8 +1,8 @@
-"""A conversation's tokens, and which of them are learned: the assistant's, the end of its turn included.
+"""Tokens of conversations, and which of them are learned: the messages of the assistant, with their ends.
 
-What a template itself writes may be special tokens; what people in the conversation write never is, whatever
-it spells. Such text is told apart by characters that stand around it while it is rendered, and are nowhere
-else.
+Only text of the template becomes special tokens. Text of messages stays ordinary text, even if it contains
+the name of a special token. To distinguish them, such names in messages are marked by two unused characters
+during a second rendering.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.data.template_process import Range, Rendering, RenderRequest, Temp
 from hpctrain.data.tokenizer import BYTES, GuardedTokenizer, Tokenizer, lost_text, parse_tokenizer
 from hpctrain.errors import HpctrainError
 
-# Code points that are no characters, of which text has none.
+# Noncharacters of Unicode, which text normally does not contain.
 _NO_CHARACTERS = [chr(point) for point in range(0xFDD0, 0xFDF0)]
 
 
@@ -36,8 +36,13 @@ class TokenRequest(NamedTuple):
     prompt: bool = False
 
 
-class Tokens(NamedTuple):
-    """Ids [n], and 1 for each that is learned, else 0 [n]."""
+class ConversationTokens(NamedTuple):
+    """Tokens of a conversation.
+
+    Attributes:
+        ids: Token ids, [n].
+        learned: 1 for each token that is learned, else 0, [n].
+    """
 
     ids: npt.NDArray[np.uint32]
     learned: npt.NDArray[np.uint8]
@@ -61,7 +66,7 @@ class Rendered(NamedTuple):
 
 
 class ChatTokenizer:
-    """Makes tokens of conversations, by a template and a tokenizer."""
+    """Conversion of conversations to tokens, by a chat template and a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.template, self.tokenizer, self.special = template, tokenizer, tokenizer.control
@@ -73,16 +78,17 @@ class ChatTokenizer:
             content = parse_tokenizer(tokenizer.text, "tokenizer")
             self._guarded_tokenizer = GuardedTokenizer(content, tokenizer.settings, "tokenizer")
             self._library = self._guarded_tokenizer.library
-            # Nothing is to be framed by special tokens, and no space left out of where a token lies.
+            # Add no special tokens around a text, and include spaces in the offsets of tokens.
             self._library.post_processor = processors.ByteLevel(trim_offsets=False)
-        self._any = _pattern(self.special)
+        self._special_pattern = _pattern(self.special)
         self._beginnings = {token[:n] for token in self.special for n in range(1, len(token))}
         self._longest = max(map(len, self._beginnings), default=0)
 
     @property
     def only_text(self) -> list[str]:
-        """What the template writes in the manner of special tokens and the vocabulary does not have: text,
-        which anybody can spell.
+        """Names in the template that look like special tokens but are not in the vocabulary.
+
+        They are ordinary text, so text of messages can imitate them.
         """
         written = re.findall(r"<\|[a-z_]+\|>", self.template.text)
         known = {*self.special}
@@ -95,9 +101,9 @@ class ChatTokenizer:
 
         The tuple is empty if the template ends turns with ordinary text, or rejects a minimal conversation.
         """
-        said = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
+        messages = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
         try:
-            tokens = self.conversation(Conversation(said))
+            tokens = self.conversation(Conversation(messages))
         except TemplateLimitError:
             raise
         except HpctrainError:
@@ -107,21 +113,25 @@ class ChatTokenizer:
             return (int(learned[-1]),)
         return ()
 
-    def conversation(self, conversation: Conversation) -> Tokens:
-        """Tokens of a conversation, and what is learned of it. HpctrainError with what is wrong with it."""
+    def conversation(self, conversation: Conversation) -> ConversationTokens:
+        """Return the tokens of a conversation.
+
+        Raises:
+            HpctrainError: The conversation cannot be rendered or encoded.
+        """
         return self._one(TokenRequest(conversation))
 
-    def prompt(self, conversation: Conversation) -> Tokens:
-        """Tokens up to where an assistant goes on, of which none is learned."""
+    def prompt(self, conversation: Conversation) -> ConversationTokens:
+        """Return the tokens up to where the assistant answers, none of which is learned."""
         return self._one(TokenRequest(conversation, prompt=True))
 
-    def _one(self, request: TokenRequest) -> Tokens:
+    def _one(self, request: TokenRequest) -> ConversationTokens:
         [outcome] = self.tokens_of([request])
         if isinstance(outcome, HpctrainError):
             raise outcome
         return outcome
 
-    def tokens_of(self, requests: Sequence[TokenRequest]) -> list[Tokens | HpctrainError]:
+    def tokens_of(self, requests: Sequence[TokenRequest]) -> list[ConversationTokens | HpctrainError]:
         """Return the tokens of each conversation, or its error. All are rendered by one request."""
         outcomes = self.template.process.render([self._request(each) for each in requests])
         parts = [self._rendered(*each) for each in zip(requests, outcomes, strict=True)]
@@ -133,28 +143,28 @@ class ChatTokenizer:
             parts[number] = self._with_spelled(part, outcome)
         return [each if isinstance(each, HpctrainError) else self._encoded(each) for each in parts]
 
-    def _encoded(self, rendered: Rendered) -> Tokens | HpctrainError:
+    def _encoded(self, rendered: Rendered) -> ConversationTokens | HpctrainError:
         try:
             return self.encode(rendered)
         except HpctrainError as error:
             return error
 
-    def encode(self, rendered: Rendered) -> Tokens:
-        """Tokens of text; one is learned where any of its characters is."""
+    def encode(self, rendered: Rendered) -> ConversationTokens:
+        """Return the tokens of a rendered conversation. A token is learned if any of its characters is."""
         text = rendered.text
         covered = np.zeros(len(text) + 2, np.int64)
         for begin, end in rendered.learned:
             covered[begin + 1 : end + 1] = 1
         covered = covered.cumsum()
         ids, begins, ends = self._encode_bytes(rendered) if self._library is None else self._encode(rendered)
-        ends = np.minimum(np.maximum(ends, begins + 1), len(text))  # a token without characters is at a place
+        ends = np.minimum(np.maximum(ends, begins + 1), len(text))  # a token may have no characters
         begins = np.minimum(begins, len(text))
-        return Tokens(ids.astype(np.uint32), (covered[ends] > covered[begins]).astype(np.uint8))
+        return ConversationTokens(ids.astype(np.uint32), (covered[ends] > covered[begins]).astype(np.uint8))
 
     def _of_template(self, rendered: Rendered) -> Iterator[re.Match[str]]:
         """Yield the control tokens that the template writes, not those in messages, in order."""
         at = 0
-        for match in self._any.finditer(rendered.text):
+        for match in self._special_pattern.finditer(rendered.text):
             begin, end = match.span()
             if begin >= at and not any(begin < last and first < end for first, last in rendered.spelled):
                 yield match
@@ -188,9 +198,9 @@ class ChatTokenizer:
             places += [np.arange(at, begin), np.full(len(name), begin)]
             at, ends = end, ends + (match[0] == self.tokenizer.end_name)
         place = np.concatenate([*places, np.arange(at, len(text) + 1)])
-        whole = "".join([*parts, text[at:]]).encode("utf-8", "replace").decode()
+        guarded = "".join([*parts, text[at:]]).encode("utf-8", "replace").decode()
         try:
-            encoding = self._library.encode(whole, add_special_tokens=False)
+            encoding = self._library.encode(guarded, add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             raise HpctrainError(f"cannot be encoded: {error}") from None
         ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -255,7 +265,7 @@ class ChatTokenizer:
         if through.startswith(before) and text.startswith(before):
             if text.startswith(turn, begin):
                 return begin, begin + _turn_length(turn, content)
-            # Some templates leave out thoughts of turns that others follow.
+            # Some templates leave out the reasoning of turns that others follow.
             inside, at = turn.rfind(content), text.find(content, begin)
             tail = turn[inside + len(content) :]
             if content and inside >= 0 and at >= 0 and text.startswith(tail, at + len(content)):
@@ -268,7 +278,7 @@ class ChatTokenizer:
     def _marks(self, conversation: Conversation, text: str) -> tuple[str, ...]:
         """Return two unused characters if messages contain names of special tokens; else an empty tuple."""
         strings = list(_strings([conversation.messages, conversation.tools]))
-        if not any(self._any.search(each) or self._begun(each) for each in strings):
+        if not any(self._special_pattern.search(each) or self._beginning_length(each) for each in strings):
             return ()
         free = [each for each in _NO_CHARACTERS if each not in text and not any(each in s for s in strings)]
         if len(free) < 2:
@@ -305,18 +315,18 @@ class ChatTokenizer:
         prefixes = [(len(request.conversation.messages), request.prompt)]
         return RenderRequest(conversation["messages"], conversation["tools"], prefixes)
 
-    def _begun(self, text: str) -> int:
-        """How many characters at the end of a text, but for space, are how a special token begins."""
+    def _beginning_length(self, text: str) -> int:
+        """Return how many characters at the end of a text, without spaces, may begin a special token."""
         text = text.rstrip()
         sizes = range(min(self._longest, len(text)), 0, -1)
         return next((size for size in sizes if text[-size:] in self._beginnings), 0)
 
     def _marked(self, text: str, opening: str, closing: str) -> str:
-        """The text with what spells a special token, or at the end begins to, between two marks."""
-        begun, end = self._begun(text), len(text.rstrip())
-        if begun:
-            text = f"{text[: end - begun]}{opening}{text[end - begun : end]}{closing}{text[end:]}"
-        return self._any.sub(lambda found: f"{opening}{found[0]}{closing}", text)
+        """Return a text with marks around names of special tokens, also around a partial one at its end."""
+        length, end = self._beginning_length(text), len(text.rstrip())
+        if length:
+            text = f"{text[: end - length]}{opening}{text[end - length : end]}{closing}{text[end:]}"
+        return self._special_pattern.sub(lambda match: f"{opening}{match[0]}{closing}", text)
 
 
 def _bytes_of(text: str, at: int) -> Placed:
@@ -327,20 +337,23 @@ def _bytes_of(text: str, at: int) -> Placed:
 
 
 def _pattern(tokens: Mapping[str, int]) -> re.Pattern[str]:
-    """Any of the tokens, the longest first."""
+    """Return a pattern that matches any of the tokens, the longest one first."""
     longest = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
 
 def _turn_length(turn: str, content: str) -> int:
-    """Of a turn, up to what ends it: space behind that is the template's, if it is not all that ends it."""
-    kept = turn.rstrip()
-    more = turn.lstrip().startswith(content) and len(content) < len(kept.lstrip())
-    return len(turn) if content and kept.endswith(content) and not more else len(kept)
+    """Return the length of a turn up to and including its end.
+
+    Spaces after the end belong to the template, unless they are the only text that ends the turn.
+    """
+    stripped = turn.rstrip()
+    has_end = turn.lstrip().startswith(content) and len(content) < len(stripped.lstrip())
+    return len(turn) if content and stripped.endswith(content) and not has_end else len(stripped)
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts in lists and objects, and keys of these that no template asks for."""
+    """Yield all texts in lists and objects, and the keys of objects that are not identifiers."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -354,7 +367,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with all texts changed, but for keys by which a template may ask for something."""
+    """Return a copy with all texts changed, except keys that are identifiers, which templates may use."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -364,13 +377,13 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _between(text: str, opening: str, closing: str) -> list[Range]:
-    """Where marks stand around, in the text without them."""
-    found, at, begin = [], 0, 0
-    for letter in text:
-        if letter == opening:
+    """Return the ranges between marks, as positions in the text without marks."""
+    ranges, at, begin = [], 0, 0
+    for character in text:
+        if character == opening:
             begin = at
-        elif letter == closing:
-            found.append((begin, at))
+        elif character == closing:
+            ranges.append((begin, at))
         else:
             at += 1
-    return found
+    return ranges

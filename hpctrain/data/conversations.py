@@ -1,7 +1,7 @@
-"""What token files of conversations, preferences and prompts give: sequences, pairs of rows, and token ids.
+"""Samples of token files of conversations, preferences and prompts.
 
-All follow from the file, the length of a sequence and the number of a sample alone, so that every layout has
-the same, and a run that goes on.
+A sample depends only on the file, the length of a sequence and the number of the sample. It is the same in
+every layout, and after a run is resumed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hpctrain.text import counted
 Booleans = npt.NDArray[np.bool_]
 
 MARGIN = "margin"
-"""The key of a row of preferences, and the field of micro-batches: by how much more it is preferred."""
+"""Key of a row of preferences, and field of micro-batches: by how much the chosen answer is better."""
 
 _LARGEST_MARGIN = 1e4
 
 
 class ConversationSource(SequenceSource):
-    """Sequences of one split of a file of conversations, several whole ones in each, or with `pack` off one.
+    """Source of sequences of complete conversations, from one split of a file.
 
-    Each is a document, which the others do not see; targets are what is learned of it. Behind them are zeros,
-    which are a document, too, and predict nothing.
+    A sequence has several conversations, or one if `pack` is False. Each is a document. Tokens that are not
+    learned have no target. The rest of a sequence is padding, which is a document of zeros without targets.
     """
 
     def __init__(self, file: Tokens, length: int, fraction: float, split: str, pack: bool = True) -> None:
@@ -86,7 +86,7 @@ class ConversationSource(SequenceSource):
         return int(self.packing.begins[self.packing.documents(self._first + index)[0]])
 
     def summary(self, title: str) -> str:
-        """Return a line that describes the sequences."""
+        """Return a line about the sequences, which begins with `title`."""
         packing, length = self.packing, self.length
         filled = packing.places.sum() / max(1, packing.rows * length)
         sequences = counted(packing.rows, "sequence")
@@ -103,8 +103,8 @@ class ConversationSource(SequenceSource):
         return line
 
 
-class _Rows(ABC):
-    """Rows of one split of a file; those of which nothing remains in so many tokens are left out."""
+class _RowSource(ABC):
+    """Rows of one split of a file. Rows that do not fit into `length` tokens are left out."""
 
     def __init__(self, file: Tokens, kind: str, length: int, fraction: float, split: str) -> None:
         assert split in SPLITS
@@ -128,7 +128,7 @@ class _Rows(ABC):
         self.count = len(self._rows)
 
     def number(self, index: int) -> int:
-        """The number in the file of a row."""
+        """Return the number of a row in the file."""
         assert 0 <= index < len(self._rows), (index, len(self._rows))
         return int(self._rows[index])
 
@@ -137,28 +137,29 @@ class _Rows(ABC):
         return self.file.other_keys(self.number(index))
 
     def summary(self, title: str) -> str:
-        """Return a line that describes the sequences."""
+        """Return a line about the rows, which begins with `title`."""
         line = f"{title}: {counted(len(self._rows), NOUNS[self.kind])}"
         if self.left_out:
-            line += f"; {self.left_out} left out, {self._why_left_out}"
+            line += f"; {self.left_out} left out, {self._left_out_reason}"
         return line
 
     @property
-    def _why_left_out(self) -> str:
+    def _left_out_reason(self) -> str:
         return f"whose answers begin beyond {self.length} tokens"
 
     @abstractmethod
     def _fit(self) -> Booleans:
-        """Return for every row whether it is used."""
+        """Return a mask of the rows that fit, bool [rows]."""
 
 
-class PreferenceSource(_Rows, SequenceSource):
-    """Pairs of answers as sequences: 2i is what is preferred of pair i, 2i + 1 what is not, each prompt and
-    answer from its first place on. With `margins`, micro-batches have those of pairs as a field, if the file
-    has any: [b, s], the same everywhere in both rows of a pair. HpctrainError for one that is no number.
+class PreferenceSource(_RowSource, SequenceSource):
+    """Source of pairs of answers. Sequence 2i is the preferred answer of pair i, and 2i + 1 the other one.
 
-    Targets are those of the answer alone. A pair longer than `length` is cut at its end; one of whose
-    answers nothing would remain is left out.
+    A sequence has the prompt and the answer, from its first position on. Only the answer has targets. The end
+    of a sequence longer than `length` is cut off. A pair is left out if nothing of an answer remains.
+
+    With `margins`, and if the file has any, micro-batches have the field MARGIN, fp32 [b, s], with the margin
+    of the pair at every position of both rows. A margin that is not a number raises an HpctrainError.
     """
 
     def __init__(self, file: Tokens, length: int, fraction: float, split: str, margins: bool = False) -> None:
@@ -193,8 +194,8 @@ class PreferenceSource(_Rows, SequenceSource):
         """Return the margins of all pairs, fp32, with 0 for pairs without one; None if no pair has one."""
         if isinstance(self.file, TokenFile) and self.file.contents.others <= 2 * self.file.contents.rows:
             return None  # all are {}
-        found = [self.other_keys(index).get(MARGIN) for index in range(len(self._rows))]
-        for number, margin in zip(self._rows.tolist(), found, strict=True):
+        margins = [self.other_keys(index).get(MARGIN) for index in range(len(self._rows))]
+        for number, margin in zip(self._rows.tolist(), margins, strict=True):
             is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
             if margin is not None and not (is_number and abs(margin) <= _LARGEST_MARGIN):
                 pair = f"pair {number + 1} has {MARGIN} = {clipped(toml_value(margin))}"
@@ -202,12 +203,12 @@ class PreferenceSource(_Rows, SequenceSource):
                 raise HpctrainError(
                     f'{self.file.where}: {pair}: must be {bounds} for objective.kind = "reward"'
                 )
-        return torch.tensor([margin or 0.0 for margin in found]) if any(found) else None
+        return torch.tensor([margin or 0.0 for margin in margins]) if any(margins) else None
 
     @override
     def summary(self, title: str) -> str:
-        has = 0 if self.margins is None else int((self.margins != 0).sum())
-        return super().summary(title) + (f"; {has} with a margin" if has else "")
+        count = 0 if self.margins is None else int((self.margins != 0).sum())
+        return super().summary(title) + (f"; {count} with a margin" if count else "")
 
     def first_token(self, index: int) -> int:
         """Return the position in the file of the first token of a sequence."""
@@ -218,7 +219,7 @@ class PreferenceSource(_Rows, SequenceSource):
         return 2 * self.number(index // 2) + index % 2
 
     def document(self, document: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of an answer with its prompt, each [length]."""
+        """Return the tokens and targets of an answer with its prompt, each int64 [length]."""
         tokens = torch.zeros(self.length, dtype=torch.int64)
         targets = torch.full_like(tokens, MASKED)
         begin, end = int(self._begins[document]), int(self._ends[document])
@@ -235,14 +236,14 @@ class PreferenceSource(_Rows, SequenceSource):
         return fits[::2] & fits[1::2]
 
 
-class PromptSequences(_Rows, SequenceSource):
-    """Prompts of at most `length` tokens, from which an assistant goes on; as sequences without targets."""
+class PromptSequences(_RowSource, SequenceSource):
+    """Source of prompts of at most `length` tokens, as sequences without targets."""
 
     def __init__(self, file: Tokens, length: int, fraction: float, split: str) -> None:
         super().__init__(file, PROMPTS, length, fraction, split)
 
     def prompt(self, index: int) -> tuple[list[int], dict[str, Any]]:
-        """Token ids, and the other keys of the row."""
+        """Return the token ids of a prompt, and the other keys of its row."""
         document = self.number(index)
         begin, end = int(self._begins[document]), int(self._ends[document])
         return self.file.read(begin, end - begin).tolist(), self.other_keys(index)
@@ -264,7 +265,7 @@ class PromptSequences(_Rows, SequenceSource):
         return int(self._begins[self.number(index)])
 
     @property
-    def _why_left_out(self) -> str:
+    def _left_out_reason(self) -> str:
         return f"longer than {self.length} tokens"
 
     def _fit(self) -> Booleans:

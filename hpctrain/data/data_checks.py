@@ -1,4 +1,4 @@
-"""Whether token files are such for a deck: their vocabulary, and tokens enough for the deck's sequences."""
+"""Checks that token files fit a deck: their kind, their vocabulary and their number of tokens."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ from hpctrain.data.token_files import Tokens, title_of
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import dataset_entries
-from hpctrain.deck.sections.objective import POLICY_KINDS
-from hpctrain.deck.sections.objective import PREFERENCE_KINDS as OF_PAIRS
+from hpctrain.deck.sections.objective import POLICY_KINDS, PREFERENCE_KINDS
 from hpctrain.text import counted
 
 
 def split_sizes(tokens: int, sequence: int, fraction: float) -> tuple[int, int]:
-    """Sequences of so many tokens to train on, 0 where there are too few tokens, and those held out."""
+    """Return the numbers of training and held-out sequences of a text of so many tokens.
+
+    The number of training sequences is 0 if there are too few tokens.
+    """
     return split_samples(max(0, (tokens - 1) // sequence), fraction)
 
 
 def split_samples(count: int, fraction: float) -> tuple[int, int]:
-    """Of so many samples those to train on, 0 where there are too few, and those held out.
+    """Return the numbers of training and held-out samples of `count` samples.
 
-    Where `fraction` is above zero, at least one is held out.
+    The number of training samples is 0 if there are too few. At least one sample is held out if `fraction` is
+    above zero.
     """
     held_out = max(1, int(fraction * count)) if fraction else 0
     return max(0, count - held_out), held_out
 
 
 def needed_tokens(sequence: int, fraction: float) -> int:
-    """The fewest tokens of which both splits get a sequence."""
+    """Return the smallest number of tokens that gives both splits a sequence."""
     return (2 if fraction else 1) * sequence + 1
 
 
 def masks_documents(deck: Deck, tokens: Sequence[Tokens]) -> bool:
-    """Whether documents do not see each other: conversations never do, nor what is trained on with them."""
+    """Return True if attention does not cross documents, as in every mixture with conversations."""
     return deck.data.document_mask or any(each.kind == CHAT for each in tokens)
 
 
 def token_problems(deck: Deck, tokens: Sequence[Tokens]) -> Iterator[DeckProblem]:
-    """Everything in the deck that does not fit the tokens of its entries."""
+    """Yield the problems of the deck with the tokens of its entries."""
     mask = masks_documents(deck, tokens)
     for entry, each in zip(dataset_entries(deck), tokens, strict=True):
         yield from _problems(deck, each, title_of(entry.tokens), mask)
 
 
 def kind_problem(deck: Deck, file: Tokens) -> str:
-    """What keeps the deck's objective from learning of what a file holds, in words; "" where nothing does."""
+    """Return why the deck's objective cannot learn from the kind of data in a file; "" if it can."""
     kind = deck.objective.kind
     learned_from = {
-        **dict.fromkeys(OF_PAIRS, PREFERENCES),
+        **dict.fromkeys(PREFERENCE_KINDS, PREFERENCES),
         **dict.fromkeys(POLICY_KINDS, PROMPTS),
         "sft": CHAT,
     }
@@ -66,14 +69,17 @@ def kind_problem(deck: Deck, file: Tokens) -> str:
 
 
 def sequence_count(file: Tokens, sequence: int, pack: bool) -> int:
-    """The sequences of a file, to train on or held out."""
+    """Return the number of sequences of a file, including held-out ones."""
     if file.kind == CHAT:
         return Packing.of(file, sequence, pack).rows
     return max(0, (file.tokens - 1) // sequence)
 
 
 def trained_count(file: Tokens, sequence: int, fraction: float, pack: bool) -> int:
-    """The sequences of a file that are trained on; of pairs, whatever else keeps one out."""
+    """Return the number of training sequences of a file.
+
+    Pairs are counted even if they are later left out because their answers are too long.
+    """
     if file.kind == PREFERENCES:
         return 2 * split_samples(file.documents // 2, fraction)[0]
     return split_samples(sequence_count(file, sequence, pack), fraction)[0]
@@ -83,7 +89,7 @@ def _key(deck: Deck) -> str:
     return "data.tokens" if deck.data.mixture is None else "data.mixture"
 
 
-def _of_conversations(deck: Deck, file: Tokens, title: str) -> Iterator[DeckProblem]:
+def _conversation_problems(deck: Deck, file: Tokens, title: str) -> Iterator[DeckProblem]:
     fraction, length = deck.data.validation, deck.batch.sequence
     if deck.model.module is not None:
         sentence = f"{title} holds conversations, which model.module does not support"
@@ -111,13 +117,13 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Deck
         smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
         resumed = "a resumed run keeps its vocabulary and requires a token file of its tokenizer"
         yield DeckProblem("model.vocabulary", f"{smaller}: give at least that, {would} ({resumed})")
-    if unfit := kind_problem(deck, file):
-        yield DeckProblem(_key(deck), f"{title} {unfit}", ("objective.kind",))
+    if problem := kind_problem(deck, file):
+        yield DeckProblem(_key(deck), f"{title} {problem}", ("objective.kind",))
         return
     if file.kind in {PREFERENCES, PROMPTS}:
         return
     if file.kind == CHAT:
-        yield from _of_conversations(deck, file, title)
+        yield from _conversation_problems(deck, file, title)
         return
     if not split_sizes(file.tokens, sequence, fraction)[0]:
         held_out = f" with data.validation = {fraction:g}" if fraction else ""

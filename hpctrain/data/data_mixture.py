@@ -1,4 +1,4 @@
-"""What a deck trains on, of token files: one corpus, or several in shares, each with epochs of its own."""
+"""Training and held-out sequences of a deck: of one corpus, or of a mixture of several by their shares."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from hpctrain.deck.sections.policy import max_sample_tokens, sequences_per_sampl
 from hpctrain.text import counted
 from hpctrain.units import format_count
 
-_APART = 0xD1B54A32D192ED03
-"""By what seeds of entries differ, so that two of one size are not shuffled alike."""
+_SEED_STEP = 0xD1B54A32D192ED03
+"""Difference between the seeds of entries, so that entries of the same size have different orders."""
 
 
 class MixtureOrder:
-    """The samples of a mixture, of which each of the `entries` has so many, numbered one entry after another.
+    """Order of the samples of a mixture, which are numbered one entry after the other.
 
-    Which entry a sample comes from follows from the shares (see Interleaving); of an entry they come in the
-    order that it would have alone.
+    An `Interleaving` decides by the shares which entry comes next. The samples of an entry have the order
+    that they would have alone.
     """
 
     def __init__(self, entries: Sequence[DatasetEntry], counts: Sequence[int], seed: int) -> None:
         self.interleaving = Interleaving([entry.share for entry in entries], seed)
-        self.orders = [SampleOrder(count, seed + number * _APART) for number, count in enumerate(counts)]
+        self.orders = [SampleOrder(count, seed + number * _SEED_STEP) for number, count in enumerate(counts)]
         self.names, self.counts = [entry.name for entry in entries], list(counts)
         self.begins = list(accumulate(counts, initial=0))
 
@@ -61,7 +61,7 @@ class MixtureOrder:
     def by_entry(self, samples: int) -> dict[str, float]:
         """Return, by name, the number of epochs of each entry in the first `samples` samples."""
         rows = zip(self.names, self.interleaving.counts(samples), self.counts, strict=True)
-        return {name: taken / count for name, taken, count in rows}
+        return {name: used / count for name, used, count in rows}
 
 
 class JoinedSources(SequenceSource):
@@ -101,8 +101,9 @@ class JoinedSources(SequenceSource):
 
 
 class HeldOutMixture(JoinedSources):
-    """What several sources hold out: the first of them are in the shares that are trained on, until one has
-    no more; then the others go on.
+    """Held-out sequences of several sources, interleaved by the shares of training.
+
+    After the last sequence of one source, the other sources continue.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], entries: Sequence[DatasetEntry]) -> None:
@@ -111,10 +112,10 @@ class HeldOutMixture(JoinedSources):
 
     @override
     def source_of(self, index: int) -> tuple[int, int]:
-        return super().source_of(int(self._arranged[index]))
+        return super().source_of(int(self._order[index]))
 
     @cached_property
-    def _arranged(self) -> Integers:
+    def _order(self) -> Integers:
         due = [
             (np.arange(source.count) + 0.5) / share
             for source, share in zip(self.sources, self.shares, strict=True)
@@ -124,7 +125,7 @@ class HeldOutMixture(JoinedSources):
 
 @dataclass(frozen=True)
 class SequenceOrigin:
-    """Origin of a sequence: name of its entry, file that it begins in, and number in this file."""
+    """Origin of a sequence: name of its entry, file in which it begins, and number in its source."""
 
     entry: str
     file: str
@@ -133,25 +134,33 @@ class SequenceOrigin:
 
 @dataclass(frozen=True)
 class SplitDatasets:
-    """The token files of a deck, opened, by entry; and the samples of its splits."""
+    """Opened token files of a deck, and the batches of both splits.
+
+    Attributes:
+        entries: Entries of the mixture; one if the deck has no mixture.
+        tokens: Token files of each entry.
+        train: Batches of training sequences.
+        validation: Batches of held-out sequences.
+        counts: Number of training sequences of each entry.
+        length: Number of tokens of a sequence.
+        notes: Lines for the log about conversations, preferences and prompts.
+        pack: True if a sequence may have several conversations.
+        left_out: Number of conversations in which no token is learned within `length` tokens.
+    """
 
     entries: tuple[DatasetEntry, ...]
     tokens: tuple[Tokens, ...]
     train: Batches
     validation: Batches
     counts: tuple[int, ...]
-    """Sequences that an epoch of each entry trains on."""
     length: int
-    """Tokens of each."""
     notes: tuple[str, ...] = ()
-    """What is to be known of conversations, in lines."""
     pack: bool = True
     left_out: int = 0
-    """Conversations in which nothing is learned within `length` tokens."""
 
     @staticmethod
     def of(deck: Deck, tokens: Sequence[Tokens]) -> SplitDatasets:
-        """The tokens of each entry of a deck, in its splits."""
+        """Return the splits of the entries of a deck."""
         entries = dataset_entries(deck)
         length, fraction, seed = max_sample_tokens(deck), deck.data.validation, deck.run.seed
         mask, pack = masks_documents(deck, tokens), deck.data.pack
@@ -179,7 +188,7 @@ class SplitDatasets:
 
     def described(self) -> dict[str, Any]:
         """Return the description for checkpoints. It has the shares, since they determine the order."""
-        # Conversations that are not packed, or of which some are left out, come in other sequences.
+        # Without packing, or if some are left out, the sequences of the same conversations differ.
         form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " apart"
         form += f" without {self.left_out}" * (self.left_out > 0)
         if len(self.tokens) == 1:
@@ -193,7 +202,7 @@ class SplitDatasets:
         }
 
     def locate(self, index: int) -> SequenceOrigin:
-        """Return the origin of a training sequence."""
+        """Return the origin of a training sequence, by its number in `train`."""
         number, source = 0, self.train.source
         if isinstance(source, JoinedSources):
             number, index = source.source_of(index)
@@ -220,9 +229,16 @@ def sequences_of(
     pack: bool,
     margins: bool = False,
 ) -> SequenceSource:
-    """Return the sequences of a token file, by the kind of its contents.
+    """Return the source of the sequences of a token file, by the kind of its contents.
 
-    See SplitSequences, ConversationSource, PreferenceSource and PromptSequences.
+    Args:
+        file: The token file.
+        length: Number of tokens of a sequence.
+        fraction: Share of the sequences that is held out.
+        split: "train" or "validation".
+        document_mask: True if attention does not cross the documents of a text.
+        pack: True if a sequence may have several conversations.
+        margins: True if micro-batches of preferences have the margins.
     """
     if file.kind == CHAT:
         return ConversationSource(file, length, fraction, split, pack)
@@ -234,7 +250,7 @@ def sequences_of(
 
 
 def batches_of(source: SequenceSource, seed: int, repeats: int = 1) -> Batches:
-    """The sequences in a seeded order, in which pairs stay together, each so often in an epoch."""
+    """Return batches in a seeded order that keeps pairs together; `repeats` as for `Batches`."""
     paired = isinstance(source, PreferenceSource)
     return Batches(source, seed, PairedOrder(source.count // 2, seed) if paired else None, repeats)
 

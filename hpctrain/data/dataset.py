@@ -1,4 +1,4 @@
-"""A dataset that users bring: anything with a length and items by number, found, opened and read."""
+"""Dataset that a user's function returns: any object with a length and with items by number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck  # processes that load are to start soon
 
 _EXAMPLES = 4
-"""Items by which a dataset is known again, over all of it."""
+"""Number of items in the checksum that identifies a dataset, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class DatasetSpec:
 
     @staticmethod
     def of_json(text: bytes) -> DatasetSpec:
-        """Return the name that another process sent by `to_json`."""
+        """Return the description that another process sent with `to_json`."""
         fields = json.loads(text)
         collate = None if fields["collate"] is None else NamedCode(**fields["collate"])
         return DatasetSpec(NamedCode(**fields["code"]), fields["arguments"], collate, fields["seed"])
 
     def to_json(self) -> str:
-        """Return the name as one line of JSON, for a process that loads items."""
+        """Return the description as one line of JSON, for a process that loads items."""
         return json.dumps(asdict(self))
 
     @property
@@ -67,7 +67,7 @@ class DatasetSpec:
 
 
 class UserDataset:
-    """What a user's function gives, and batches of it. HpctrainError with what is wrong with either."""
+    """Dataset of a user's function, and batches of its items. Errors of either are HpctrainErrors."""
 
     def __init__(self, name: DatasetSpec) -> None:
         self.name, self.title = name, name.title
@@ -90,21 +90,26 @@ class UserDataset:
 
     @cached_property
     def first(self) -> Forms:
-        """The forms of its first item, which all have that are stacked."""
+        """Types and shapes of the fields of the first item, which all items have if they are stacked."""
         with restored_generators():
             item = tensors_of(self._item(0, 0), f"{self.title}: item 0")
         return {name: FieldSpec.of(value) for name, value in item.items()}
 
     @cached_property
     def forms(self) -> Forms:
-        """The forms of a batch's rows, of one of the first item alone."""
+        """Types and shapes of the fields of one row of a batch, from a batch of the first item."""
         if self._collate is None:
             return self.first
         batch = self.batch([0], [0])
         return {name: FieldSpec.of(field[0]) for name, field in batch.items()}
 
     def batch(self, indices: Sequence[int], epochs: Sequence[int]) -> Fields:
-        """A batch of items, each as it is in an epoch: the same whoever asks, and wherever."""
+        """Return a batch of items. It depends only on the arguments, not on the process that loads it.
+
+        Args:
+            indices: Numbers of the items.
+            epochs: Epoch of each item, which its random numbers depend on.
+        """
         with restored_generators():
             items = [self._item(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
             if self._collate is None:
@@ -145,12 +150,16 @@ class UserDataset:
 
 @lru_cache(maxsize=2)
 def open_dataset(name: DatasetSpec) -> UserDataset:
-    """Return the dataset of a name, which is opened once per process; errors as in UserDataset."""
+    """Return a dataset, which is opened once per process, with the errors of UserDataset."""
     return UserDataset(name)
 
 
 def dataset_of(deck: Deck) -> UserDataset:
-    """The dataset of a deck that names one, of which the first batch is known. HpctrainError with the key."""
+    """Open the dataset that a deck names, and read its first batch.
+
+    Raises:
+        HpctrainError: The dataset or its first batch is invalid. The message names the key of the deck.
+    """
     try:
         opened = open_dataset(DatasetSpec.of(deck))
         _ = opened.forms  # reads the first batch

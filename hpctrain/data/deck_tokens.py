@@ -1,4 +1,4 @@
-"""The token files that a deck names, opened: one corpus, or those of each entry of its mixture."""
+"""Opening of the token files that a deck names: those of one corpus, or of each entry of its mixture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def _line_of_tokens(deck: Deck) -> str:
 
 
 def require_distinct_files(deck: Deck, tokens: Sequence[Tokens]) -> None:
-    """HpctrainError that names each file of more than one entry: its samples would come twice an epoch."""
+    """Check that no file belongs to two entries, since each epoch would contain its samples twice.
+
+    Raises:
+        HpctrainError: With each file that does.
+    """
     entries = dataset_entries(deck)
     first: dict[object, DatasetEntry] = {}
     problems = []
@@ -56,5 +60,5 @@ def require_distinct_files(deck: Deck, tokens: Sequence[Tokens]) -> None:
 
 
 def vocabulary_of(deck: Deck) -> int:
-    """That of a deck, else of the tokens that it names. Errors as of `open_entries`."""
+    """Return the vocabulary of a deck, or else that of its token files, with the errors of `open_entries`."""
     return deck.model.vocabulary or open_entries(deck)[0].vocabulary

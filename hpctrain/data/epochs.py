@@ -1,4 +1,4 @@
-"""How many sequences a deck's data has, which its reader asks for where run.epochs says how long a run is."""
+"""Number of training sequences of a deck, which the reader of decks needs if `run.epochs` sets the length."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hpctrain.deck.schema import Deck
 
 
 class EpochReader:
-    """What a deck's reader asks of files: how many sequences they have, nothing of what model.from names."""
+    """Callback of the reader of decks that counts sequences and does not open `model.from`."""
 
     def __call__(self, path: str) -> Mapping[str, object]:  # noqa: ARG002
-        """The keys that a model settles: none are looked for."""
+        """Return no defaults of keys for the model at `path`."""
         return {}
 
     @staticmethod
     def sequences(deck: Deck) -> int:
-        """Those that one epoch trains on, of all entries of a mixture. Errors as of `open_entries`."""
+        """Return the number of training sequences of all entries, with the errors of `open_entries`."""
         length, fraction = deck.batch.sequence, deck.data.validation
         return sum(trained_count(each, length, fraction, deck.data.pack) for each in open_entries(deck))

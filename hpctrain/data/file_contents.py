@@ -1,19 +1,20 @@
-"""What a token file holds beside text: conversations, preferences or prompts, and which tokens are learned.
+"""Format of token files of conversations, preferences and prompts: kind, learned tokens and other keys.
 
-Such a file has, beside the datasets of data/tokens.py,
+Besides the datasets of `data/tokens.py`, such a file has
 
     /                  attributes: contents_checksum and the fields of Contents
-    /learned           uint8 [tokens], 1 for a token that is learned, which the one before it predicts
-    /learned_checksums uint32 [pieces], the CRC-32 of every `piece` of these
+    /learned           uint8 [tokens], 1 for a token that is learned: the token before it predicts it
+    /learned_checksums uint32 [pieces], CRC-32 of every `piece` elements of /learned
     /template          uint8 [bytes], UTF-8: JSON with the chat template's text, and names that it uses
 
-of preferences and prompts also what else their rows have, each as JSON, end to end:
+A file of preferences or prompts also has the other keys of its rows, each row as JSON, end to end:
 
-    /others            uint8 [bytes], and /others_checksums as above
-    /others_ends       int64 [rows], the byte behind each row's last one
+    /others            uint8 [bytes], with /others_checksums as above
+    /others_ends       int64 [rows], position after the last byte of each row
 
-A row is a document; of preferences two, the preferred one first. Documents are as the template has them: no
-end of document follows. A file of text has none of this, nor an attribute of it, and version 1.
+A conversation or prompt is one document. A pair of preferences is two, the preferred one first. Documents end
+as the template ends them, without an added end of document. A file of text has none of these datasets and
+attributes, and version 1.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ import numpy as np
 
 TEXT_KIND, CHAT, PREFERENCES, PROMPTS = KINDS = ("text", "chat", "preferences", "prompts")
 CONTENTS_VERSION = 2
-"""Of files that are not of text, which an hpctrain that knows of text alone is to refuse."""
+"""Version of files of other kinds than text, which old versions of hpctrain refuse."""
 
 NOUNS = {CHAT: "conversation", PREFERENCES: "pair", PROMPTS: "prompt", TEXT_KIND: "document"}
-"""What a row is called."""
+"""Name of a row of each kind, for messages."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Stored as attributes: `rows` of a kind, tokens that are `learned`, bytes of `others`, and checksums."""
+    """Description of the contents, which is stored in the attributes of the file.
+
+    Attributes:
+        kind: One of KINDS.
+        rows: Number of rows.
+        learned: Number of learned tokens.
+        others: Size of the other keys of all rows, in bytes of JSON.
+        others_ends_checksum: CRC-32 of /others_ends.
+        template_checksum: CRC-32 of /template.
+    """
 
     kind: str = TEXT_KIND
     rows: int = 0
@@ -46,20 +56,16 @@ class Contents:
 
     @property
     def of_text(self) -> bool:
-        """Whether the file is a corpus of text."""
+        """True if the file is a corpus of text."""
         return self.kind == TEXT_KIND
 
     @property
     def has_other_keys(self) -> bool:
-        """Whether rows have other keys."""
+        """True if the file stores other keys of its rows."""
         return self.kind in {PREFERENCES, PROMPTS}
 
-    def pieces(self, piece: int) -> int:
-        """How many checksums the other keys have."""
-        return -(-self.others // piece)
-
     def require_bounds(self, tokens: int, documents: int) -> None:
-        """Raise ValueError where these contents do not go with a file of so many tokens and documents."""
+        """Raise ValueError if these contents do not fit a file of so many tokens and documents."""
         if self.kind not in KINDS:
             raise ValueError(f"kind = {self.kind!r}, expected one of {', '.join(KINDS)}")
         rows = documents // 2 if self.kind == PREFERENCES else documents
@@ -69,7 +75,7 @@ class Contents:
             raise ValueError(f"learned = {self.learned} or others = {self.others} is out of range")
 
     def attributes(self) -> dict[str, Any]:
-        """All of its attributes of the file; none where it is of text."""
+        """Return the attributes of the file; none if it is a corpus of text."""
         if self.of_text:
             return {}
         values = {**asdict(self), "contents_checksum": self.checksum}

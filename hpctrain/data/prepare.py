@@ -41,7 +41,7 @@ from hpctrain.data.text_pieces import (
     share_of,
 )
 from hpctrain.data.token_files import MOST_FILES
-from hpctrain.data.token_part import TokenPart, part_path, remove_others
+from hpctrain.data.token_part import TokenPart, part_path, remove_stale_files
 from hpctrain.data.token_writer import Report, write_files, write_tokens
 from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
@@ -142,7 +142,7 @@ def prepare(
     world.ledger.activity = "tokenizing"
     with TokenPart(part_path(out, world.rank), used, key) as part:
         with world.agreement():
-            done = part.go_on()
+            done = part.resume()
         before = sum(world.everyone.all_gather_object(done))
         if before and world.rank == 0:
             done_pieces = f"{before} of {counted(len(pieces), 'piece')} of text are tokenized"
@@ -199,7 +199,7 @@ def begin(
                 shards.check(replace)
                 shards.remove_left()
             out.parent.mkdir(parents=True, exist_ok=True)
-            remove_others(out, world.size)
+            remove_stale_files(out, world.size)
             outputs = [out] if shards is None else shards.present()
             sources, left = find_sources(paths, globs, outputs, endings)
     require_parallel_files(world, out.parent)

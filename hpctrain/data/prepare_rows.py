@@ -26,7 +26,7 @@ from hpctrain.data.chat_rows import (
     prompt_of,
 )
 from hpctrain.data.chat_template import ChatTemplate
-from hpctrain.data.chat_tokens import ChatTokenizer, TokenRequest, Tokens
+from hpctrain.data.chat_tokens import ChatTokenizer, ConversationTokens, TokenRequest
 from hpctrain.data.file_contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.input_files import ROW_ENDINGS
 from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
@@ -212,7 +212,9 @@ class _RowPreparation:
                 complain(_at(row, problems[0]))
             else:
                 try:
-                    self._add_row(row, each, [outcome for outcome in tokens if isinstance(outcome, Tokens)])
+                    self._add_row(
+                        row, each, [outcome for outcome in tokens if isinstance(outcome, ConversationTokens)]
+                    )
                 except HpctrainError as error:
                     complain(_at(row, error))
 
@@ -235,7 +237,7 @@ class _RowPreparation:
         requests = [TokenRequest(pair.chosen), TokenRequest(pair.rejected)]
         return _ParsedRow(requests, pair.other_keys, ignored=keys.ignored)
 
-    def _add_row(self, row: JsonRow, parsed: _ParsedRow, made: Sequence[Tokens]) -> None:
+    def _add_row(self, row: JsonRow, parsed: _ParsedRow, made: Sequence[ConversationTokens]) -> None:
         left_out = parsed.left_out
         if self.kind == CHAT and made and not made[0].learned.any():
             left_out = SILENT if parsed.requests[0].conversation.silent else UNLEARNED
@@ -254,7 +256,7 @@ class _RowPreparation:
             self.other_keys.add(np.frombuffer(text.encode(), np.uint8))
             self.other_keys.end_here()
 
-    def _append(self, document: Tokens) -> None:
+    def _append(self, document: ConversationTokens) -> None:
         self.tokens.add(document.ids)
         self.tokens.end_here()
         self.learned.add(document.learned)

@@ -1,7 +1,7 @@
-"""A corpus as several token files, cut at ends of documents: OUT-00000.h5, OUT-00001.h5 and so on.
+"""Corpus in several token files, which are split between documents: OUT-00000.h5, OUT-00001.h5 and so on.
 
-All of them get their names at the end, one after another; a note beside them says so meanwhile, by which a
-process that goes on where one was killed knows that they are its own.
+All files are renamed to these names at the end, one after the other. A marker file exists meanwhile. After a
+process was killed, the next one sees by the marker that the files are its own.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ _MOST = 10**_DIGITS
 
 
 class ShardFiles:
-    """The names of the files that stand for `out`, and the files of these names that are there."""
+    """Names of the files that replace `out`, and the existing files with such names."""
 
     def __init__(self, out: Path) -> None:
         self.folder, self._stem, self._suffix = out.parent, out.stem, out.suffix
         self.pattern = out.with_name(f"{out.stem}-*{out.suffix}")
-        self._note = out.with_name(f".{out.name}.naming")
+        self._marker = out.with_name(f".{out.name}.naming")
 
     def paths(self, number: int) -> list[Path]:
-        """The first ones; HpctrainError where there cannot be so many."""
+        """Return the paths of the first `number` files.
+
+        Raises:
+            HpctrainError: There cannot be so many files.
+        """
         if number > _MOST:
             raise HpctrainError(
                 f"{self.pattern}: requires {number} files, more than the limit of {_MOST}; make them larger"
@@ -46,54 +50,59 @@ class ShardFiles:
         return [self._path(each) for each in range(number)]
 
     def check(self, replace: bool) -> None:
-        """HpctrainError where such files are there that may not be replaced, or their names are none."""
+        """Check that the files can be written.
+
+        Raises:
+            HpctrainError: Such files exist and `replace` is False, or the names are not valid.
+        """
         check_output(self._path(0), replace=True)
-        if not self._note.exists():
+        if not self._marker.exists():
             for path in self.present():
                 check_output(path, replace)
 
     def present(self) -> list[Path]:
-        """Those that are there, sorted."""
+        """Return the existing files, sorted."""
         names = re.compile(rf"{re.escape(self._stem)}-[0-9]{{{_DIGITS}}}{re.escape(self._suffix)}")
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(path for path in paths if names.fullmatch(path.name))
 
     def remove_left(self) -> None:
-        """Remove what killed processes have left that has no name yet."""
+        """Remove the temporary files that killed processes have left."""
         ours = files_named(rf"\.{re.escape(self._stem)}-[0-9]{{{_DIGITS}}}{re.escape(self._suffix)}\.partial")
         with suppress(OSError):
             delete_files(self.folder, ours)
 
     def place(self, temporary: Sequence[Path], paths: Sequence[Path]) -> None:
-        """Give files their names, and remove those of higher numbers that go on from there: a pattern would
-        read them, too.
+        """Rename finished files, and remove old files with the numbers that follow.
+
+        A pattern that means the new files would match the old ones, too.
         """
-        self._note.touch()
+        self._marker.touch()
         flush_to_disk(self.folder)
         placed: list[Path] = []
         try:
             for old in reversed(self._following(len(paths))):
                 old.unlink()
-            for made, path in zip(temporary, paths, strict=True):
-                made.replace(path)
+            for file, path in zip(temporary, paths, strict=True):
+                file.replace(path)
                 placed.append(path)
             flush_to_disk(self.folder)
         except OSError:
             for path in placed:
                 path.unlink()
-            self._note.unlink()
+            self._marker.unlink()
             raise
-        self._note.unlink()
+        self._marker.unlink()
 
     def _following(self, first: int) -> list[Path]:
-        """Those that are there of this number and the next ones, without a gap."""
-        found: list[Path] = []
+        """Return the existing files with the numbers from `first` on, without a gap."""
+        paths: list[Path] = []
         for number in count(first):
             path = self._path(number)
             if not path.is_file():
                 break
-            found.append(path)
-        return found
+            paths.append(path)
+        return paths
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{self._stem}-{number:0{_DIGITS}d}{self._suffix}"
@@ -101,7 +110,14 @@ class ShardFiles:
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """A rank's share of one of the files: `tokens` of its part from `begin` on, `ends` counted from there."""
+    """Tokens of one rank in one of the files.
+
+    Attributes:
+        part: The rank's temporary file.
+        begin: First token of the slice in `part`.
+        tokens: Number of tokens.
+        ends: Position after the last token of each document, counted from `begin`.
+    """
 
     part: TokenPart
     begin: int
@@ -110,7 +126,7 @@ class TokenSlice:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """How a token is stored."""
+        """Type of a stored token."""
         return self.part.dtype
 
     def read(self, start: int, number: int) -> npt.NDArray[Any]:
@@ -119,8 +135,9 @@ class TokenSlice:
 
 
 def slices_of(world: World, part: TokenPart, most: int) -> list[TokenSlice]:
-    """This rank's slices of all files, each of as many whole documents as have `most` bytes of tokens
-    together, or of one that has more. Collective.
+    """Return this rank's slices of all files. Collective.
+
+    A file has as many complete documents as fit into `most` bytes of tokens, or one document that is larger.
     """
     counts: list[int] = world.everyone.all_gather_object(part.tokens)
     start, total = sum(counts[: world.rank]), sum(counts)
@@ -131,8 +148,8 @@ def slices_of(world: World, part: TokenPart, most: int) -> list[TokenSlice]:
         first, last = np.searchsorted(ends, [cut, cut + tokens], "right").tolist()
         fitting = int(ends[last - 1]) if last > first else 0
         following = int(ends[first]) if first < len(ends) else total
-        found = world.everyone.all_gather_object([fitting, following])
-        end = max(each for each, _ in found) or min(each for _, each in found)
+        cuts = world.everyone.all_gather_object([fitting, following])
+        end = max(each for each, _ in cuts) or min(each for _, each in cuts)
         last = int(np.searchsorted(ends, end, "right"))
         begin, stop = (min(max(at - start, 0), part.tokens) for at in (cut, end))
         here = array("q", (ends[first:last] - start - begin).tobytes())

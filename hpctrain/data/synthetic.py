@@ -1,4 +1,4 @@
-"""Sequences made of random tokens, a function of seed and number: for benchmarks and comparisons."""
+"""Source of random sequences for benchmarks and comparisons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from hpctrain.data.batches import MASKED, SequenceSource
 
 _SEEDS = 1 << 63
-"""What torch takes is below it."""
+"""Number of seeds that torch accepts."""
 
 
 @dataclass
@@ -36,7 +36,6 @@ class SyntheticSource(SequenceSource):
     padding: float = 0.0
 
     def __post_init__(self) -> None:
-        """The last token of the vocabulary ends documents."""
         self.end_of_document = self.vocabulary - 1 if self.documents else None
 
     def real_tokens(self, index: int) -> int:

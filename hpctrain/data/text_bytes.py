@@ -1,4 +1,4 @@
-"""How many bytes of text each token is, where its tokenizer tells: what bits per byte are counted in."""
+"""Number of bytes of text of each token, from which bits per byte are computed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hpctrain.files import parse_json
 
 
 def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
-    """Bytes of text of each id [vocabulary], int64; None where its vocabulary does not tell.
+    """Return the number of bytes of text of each token id, int64 [vocabulary], or None if it is unknown.
 
-    The ends of documents and other special tokens are no text. Byte-level vocabularies have a letter for
-    every byte; in others a token's text depends on those beside it.
+    Special tokens, such as ends of documents, have no text. It is known for byte-level vocabularies, which
+    have one character per byte. In others, the text of a token depends on its neighbors.
     """
     sizes = torch.zeros(tokenizer.vocabulary, dtype=torch.int64)
     if tokenizer.text == BYTES:
@@ -26,8 +26,8 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
     if "ByteLevel" not in _kinds(content.get("decoder")):
         return None
     vocabulary: Mapping[str, int] = content["model"]["vocab"]
-    for letters, token in vocabulary.items():
-        sizes[token] = len(letters)
+    for characters, token in vocabulary.items():
+        sizes[token] = len(characters)
     for added in content.get("added_tokens") or ():
         sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     sizes[list(tokenizer.control.values())] = 0
@@ -35,7 +35,7 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
 
 
 def _kinds(decoder: Any) -> Iterator[str]:
-    """The kinds of a decoder, which may be a sequence of others."""
+    """Yield the types of a decoder and of the decoders in it."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for each in decoder.get("decoders") or ():

@@ -1,7 +1,7 @@
-"""Several token files that are read as one, end to end in their order, as what a deck names in a place.
+"""Several token files that are read as one, in the order in which a deck names them.
 
-A name may be a pattern such as "shards/*.h5", which stands for the files that match it, sorted by name. All
-files must have one tokenizer. Every file ends with the end of a document, so that none goes over two files.
+A name may be a pattern such as "shards/*.h5", which means the matching files, sorted by name. All files must
+have the same tokenizer. Every file ends with the end of a document, so no document spans two files.
 """
 
 from __future__ import annotations
@@ -32,15 +32,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_FILES = 512
-"""Of a run: each is open as long as it is read, and systems allow a process 1024 open files."""
+"""Largest number of token files of a run, which are all open. Systems allow a process 1024 open files."""
 
 
 class TokenFiles:
-    """Token files as one: what a TokenFile tells and reads, of all of them. HpctrainError where one has
-    another tokenizer than the first.
-    """
+    """Several token files with the interface of one TokenFile."""
 
     def __init__(self, files: Sequence[TokenFile], where: str) -> None:
+        """Join files.
+
+        Args:
+            files: The files, in order.
+            where: Beginning of error messages.
+
+        Raises:
+            HpctrainError: A file has another kind of contents or another tokenizer than the first one.
+        """
         self.files, self.where = tuple(files), where
         require_one_tokenizer(self.files)
         self.kind = files[0].kind
@@ -66,12 +73,12 @@ class TokenFiles:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that other tokens, or these in another order, do not share."""
+        """Checksum that depends on the tokens and their order."""
         return common_fingerprint(self.files)
 
     def read(self, start: int, count: int) -> Tensor:
-        """Tokens start .. start + count - 1, int64 [count]. Errors as of the file that they are in."""
-        import torch  # what looks at a header alone need not wait for it
+        """Return tokens `start` to `start + count - 1`, int64 [count]; errors as of `TokenFile.read`."""
+        import torch  # late: it takes long to import, and callers that read only headers do not need it
 
         require_range(start, count, self.tokens)
         pieces = [file.read(begin, number) for file, begin, number in self._parts(start, count)]
@@ -80,12 +87,12 @@ class TokenFiles:
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
     def file_at(self, token: int) -> TokenFile:
-        """The file that a token is in."""
+        """Return the file that contains the token at a position."""
         require_range(token, 1, self.tokens)
         return self.files[bisect_right(self._begins, token, hi=len(self.files)) - 1]
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[TokenFile, int, int]]:
-        """The files that so many tokens from `start` on are in, where they begin there, and their number."""
+        """Yield the files that contain a range of tokens, each with the start and length of its part."""
         end, number = start + count, bisect_right(self._begins, start, hi=len(self.files)) - 1
         while start < end:
             begin, stop = self._begins[number], min(end, self._begins[number + 1])
@@ -93,7 +100,7 @@ class TokenFiles:
             start, number = stop, number + 1
 
     def learned(self, start: int, count: int) -> Tensor:
-        """Whether each of these tokens is to be predicted, bool [count]; errors as of `read`."""
+        """Return which of these tokens are learned, bool [count], with the errors of `read`."""
         import torch
 
         if not count:
@@ -102,48 +109,52 @@ class TokenFiles:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def other_keys(self, row: int) -> dict[str, Any]:
-        """What else a row of preferences or prompts has."""
+        """Return the other keys of a row of preferences or prompts."""
         rows = list(accumulate((file.contents.rows for file in self.files), initial=0))
         number = bisect_right(rows, row, hi=len(self.files)) - 1
         return self.files[number].other_keys(row - rows[number])
 
     def document_ends(self) -> npt.NDArray[np.int64]:
-        """The tokens behind the last one of every document, int64 [documents]."""
+        """Return the position after the last token of every document, int64 [documents]."""
         parts = zip(self.files, self._begins, strict=False)
         return np.concatenate([file.document_ends() + begin for file, begin in parts])
 
     def document_end(self, document: int) -> int:
-        """The token behind the last one of a document (its end of document)."""
+        """Return the position after the last token of a document."""
         number = bisect_right(self._documents, document, hi=len(self.files)) - 1
         return self._begins[number] + self.files[number].document_end(document - self._documents[number])
 
 
 Tokens = TokenFile | TokenFiles
-"""What sequences are read of."""
+"""One token file, or several that are read as one."""
 
 
 def token_paths(names: Sequence[str], key: str) -> list[str]:
-    """The files that are meant by names and patterns, in their order.
+    """Return the files that names and patterns mean, in order.
 
-    HpctrainErrors, as sentences that begin with `key`, where a pattern matches nothing, a file is named twice
-    or there are too many.
+    Args:
+        names: Paths and patterns.
+        key: Key of the deck with the names, for messages.
+
+    Raises:
+        HpctrainError: A pattern matches nothing, a file is named twice, or there are too many files.
     """
     paths: list[str] = []
     problems: list[HpctrainError] = []
-    seen: dict[object, str] = {}
+    path_of: dict[object, str] = {}
     for name in names:
-        found = [name]
+        matches = [name]
         if has_magic(name) and not os.path.lexists(name):
-            found = sorted(glob(name))  # noqa: PTH207 - relative names stay as they are written
-            if not found:
+            matches = sorted(glob(name))  # noqa: PTH207 - relative names stay as they are written
+            if not matches:
                 problems.append(InputOutputError(f"{key} = {name}: no file matches this pattern"))
-        for path in found:
+        for path in matches:
             real = file_identity(path)
-            if real in seen:
-                same = "" if seen[real] == path else f" (also as {seen[real]})"
+            if real in path_of:
+                same = "" if path_of[real] == path else f" (also as {path_of[real]})"
                 problems.append(HpctrainError(f"{key}: {path} is given twice{same}; give each file once"))
-            seen.setdefault(real, path)
-        paths += found
+            path_of.setdefault(real, path)
+        paths += matches
     if len(paths) > MOST_FILES and not problems:
         sentence = (
             f"{len(paths)} files exceed the limit of {MOST_FILES} open files; prepare fewer, larger ones"
@@ -154,7 +165,15 @@ def token_paths(names: Sequence[str], key: str) -> list[str]:
 
 
 def open_tokens(names: Sequence[str], key: str) -> Tokens:
-    """What the names at `key` in the deck stand for. HpctrainError with all problems of all files."""
+    """Open the token files that names and patterns mean.
+
+    Args:
+        names: Paths and patterns.
+        key: Key of the deck with the names, for messages.
+
+    Raises:
+        HpctrainError: With all problems of all files.
+    """
     paths = token_paths(names, key)
     if len(paths) == 1:
         return TokenFile(paths[0], key)
@@ -166,12 +185,16 @@ def open_tokens(names: Sequence[str], key: str) -> Tokens:
         except HpctrainError as error:
             problems.append(error)
     raise_together(problems)
-    shown = toml_value(names[0] if len(names) == 1 else list(names))
-    return TokenFiles(files, f"{key} = {shown}")
+    value = toml_value(names[0] if len(names) == 1 else list(names))
+    return TokenFiles(files, f"{key} = {value}")
 
 
 def require_one_tokenizer(files: Sequence[Tokens]) -> None:
-    """HpctrainError that names each file whose tokenizer gives other ids than the first one's."""
+    """Check that all files have the tokenizer of the first one, or one that returns the same ids.
+
+    Raises:
+        HpctrainError: With each file that has another tokenizer.
+    """
     first, problems = files[0], []
     for file in files[1:]:
         difference = tokenizer_difference(file.tokenizer_text, first.tokenizer_text, file.where, first.where)
@@ -186,22 +209,22 @@ def require_one_tokenizer(files: Sequence[Tokens]) -> None:
 
 
 def common_fingerprint(parts: Iterable[Tokens]) -> int:
-    """A number for several in this order."""
+    """Return the fingerprint of several token files in this order."""
     return zlib.crc32(" ".join(f"{part.tokens} {part.fingerprint}" for part in parts).encode())
 
 
 def paths_of(tokens: Tokens) -> list[Path]:
-    """The files that tokens are in, in their order."""
+    """Return the paths of the files, in order."""
     return [tokens.path] if isinstance(tokens, TokenFile) else [file.path for file in tokens.files]
 
 
 def title_of(names: Sequence[str]) -> str:
-    """Names in a few words."""
+    """Return the first name, with the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def raise_together(problems: Sequence[HpctrainError]) -> None:
-    """All problems as one error; of input and output where nothing else is wrong."""
+    """Raise all problems as one error: an InputOutputError only if all are, so that its exit code fits."""
     if problems:
         missing = all(isinstance(problem, InputOutputError) for problem in problems)
         texts = [text for problem in problems for text in problem.problems]

@@ -1,8 +1,9 @@
-"""One rank's tokens while they are made, in a plain file, which a killed process leaves behind to go on from.
+"""Temporary file with one rank's tokens, from which `hpctrain prepare` continues after it was killed.
 
-Beside it lies a journal with a line for every piece of text that is in the file to its end: how many tokens
-these are, their checksum, and the ends of documents. What goes on reads the same text in the same way, which
-the first line tells; what is behind the last whole line is made again.
+A journal next to it has a line for every piece of text whose tokens are complete: the number of tokens so
+far, their checksum, and the ends of documents in the piece. The first line identifies the text and the way in
+which it is read. A process that continues removes all tokens after the last complete line, and makes them
+again.
 """
 
 from __future__ import annotations
@@ -29,37 +30,48 @@ _BLOCK = 1 << 24
 
 
 class TokenPart:
-    """One rank's tokens, in order, in a temporary file that `close` removes, but where the process is ended.
+    """One rank's tokens, in order, in a temporary file that is removed at the end of the `with` block.
 
-    They are of a tokenizer, or any of so many values. `key` is what the file is known by as one of the same
-    text, cut alike; without one, an ended process leaves nothing to go on from.
+    The file stays if the process is killed or interrupted.
+
+    Attributes:
+        tokens: Number of tokens.
+        ends: Position after the last token of each document.
     """
 
     def __init__(self, path: Path, values: Tokenizer | int, key: str = "") -> None:
+        """Prepare a file, which is created with the first token.
+
+        Args:
+            path: Path of the file.
+            values: Tokenizer of the tokens, or number of their values.
+            key: Identifies the text and the way in which it is read. If it is empty, no process can continue
+                from the file.
+        """
         self.path, self.journal = path, path.with_name(f"{path.name}.done")
         self.vocabulary = values if isinstance(values, int) else values.vocabulary
         self.dtype = token_type(self.vocabulary)
         self.tokens = 0
         self.ends = array("q")
         self._key = key
-        self._checksum = self._told = 0
+        self._checksum = self._journal_ends = 0
         self._file: BinaryIO | None = None
         self._lines: BinaryIO | None = None
 
     def __enter__(self) -> TokenPart:
-        """Nothing is made before the first token."""
+        """Return the file, which is not created yet."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for file in (self._file, self._lines):
             if file is not None:
-                with suppress(OSError):  # what it could not write was said when it was tried
+                with suppress(OSError):  # a failed write was reported before
                     file.close()
         if kind is None or issubclass(kind, Exception):
             self._remove()
 
-    def go_on(self) -> int:
-        """Take up what an ended process has left of the same; how many pieces it had finished."""
+    def resume(self) -> int:
+        """Continue from the file of a killed process with the same key, and return its number of pieces."""
         tokens, checksum, ends, pieces, length = 0, 0, array("q"), 0, 0
         with suppress(OSError, ValueError, TypeError):
             lines = self.journal.read_bytes().splitlines(keepends=True)
@@ -71,7 +83,7 @@ class TokenPart:
                     tokens, checksum, more = json.loads(line)
                     ends.extend(more)
                     pieces, length = pieces + 1, length + len(line)
-        if not pieces or not self._holds(tokens, checksum):
+        if not pieces or not self._begins_with(tokens, checksum):
             self._remove()
             return 0
         with self._naming_the_file():
@@ -79,11 +91,16 @@ class TokenPart:
             for file, size in ((self._file, tokens * self.dtype.itemsize), (self._lines, length)):
                 file.truncate(size)
                 file.seek(size)
-        self.tokens, self.ends, self._checksum, self._told = tokens, ends, checksum, len(ends)
+        self.tokens, self.ends, self._checksum, self._journal_ends = tokens, ends, checksum, len(ends)
         return pieces
 
     def add(self, ids: npt.NDArray[Any]) -> None:
-        """Append tokens [n]; HpctrainError if one is not in the vocabulary."""
+        """Append tokens [n].
+
+        Raises:
+            HpctrainError: A token is not in the vocabulary.
+            InputOutputError: The file cannot be written.
+        """
         if len(ids) and int(ids.max()) >= self.vocabulary:
             raise HpctrainError(
                 f"the tokenizer returned token id {ids.max()}, out of range [0, {self.vocabulary})"
@@ -97,16 +114,16 @@ class TokenPart:
         self.tokens += len(ids)
 
     def end_document(self, token: int) -> None:
-        """Append the end of a document."""
+        """Append the token that ends a document."""
         self.add(np.array([token]))
         self.end_here()
 
     def end_here(self) -> None:
-        """A document ends, and no token says so."""
+        """End a document without a token."""
         self.ends.append(self.tokens)
 
     def end_piece(self) -> None:
-        """Remember that all of a piece of text is there."""
+        """Record in the journal that all tokens of a piece of text are in the file."""
         if not self._key:
             return
         with self._naming_the_file():
@@ -116,19 +133,23 @@ class TokenPart:
             if self._lines is None:
                 self._lines = self.journal.open("wb")
                 self._lines.write(self._first_line())
-            line = [self.tokens, self._checksum, self.ends[self._told :].tolist()]
+            line = [self.tokens, self._checksum, self.ends[self._journal_ends :].tolist()]
             self._lines.write(json.dumps(line).encode() + b"\n")
             self._lines.flush()
-        self._told = len(self.ends)
+        self._journal_ends = len(self.ends)
 
     def finish(self) -> None:
-        """Nothing more is added; everything can be read."""
+        """Flush the file, so that all tokens can be read."""
         if self._file is not None:
             with self._naming_the_file():
                 self._file.flush()
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Tokens [count]; OSError if they are not there."""
+        """Return the tokens `start` to `start + count - 1`, [count].
+
+        Raises:
+            OSError: They are not in the file.
+        """
         if not count:
             return np.empty(0, self.dtype)
         values = np.fromfile(self.path, self.dtype, count, offset=start * self.dtype.itemsize)
@@ -139,16 +160,16 @@ class TokenPart:
     def _first_line(self) -> bytes:
         return json.dumps({"key": self._key}).encode() + b"\n"
 
-    def _holds(self, tokens: int, checksum: int) -> bool:
-        """Whether the file begins with so many tokens of that checksum."""
-        left, found = tokens * self.dtype.itemsize, 0
+    def _begins_with(self, tokens: int, checksum: int) -> bool:
+        """Return True if the first `tokens` tokens of the file have this checksum."""
+        left, crc = tokens * self.dtype.itemsize, 0
         try:
             with self.path.open("rb") as file:
                 while left and (block := file.read(min(left, _BLOCK))):
-                    found, left = zlib.crc32(block, found), left - len(block)
+                    crc, left = zlib.crc32(block, crc), left - len(block)
         except OSError:
             return False
-        return not left and found == checksum
+        return not left and crc == checksum
 
     def _remove(self) -> None:
         for path in (self.path, self.journal):
@@ -165,16 +186,16 @@ class TokenPart:
 
 
 def part_path(out: Path, rank: int, what: str = "part") -> Path:
-    """Where a rank's tokens are while they are made, or what else of them: "learned" or "others"."""
+    """Return the path of a rank's temporary file: of its tokens, or of `what`, "learned" or "others"."""
     return out.with_name(f".{out.name}.{what}-{rank}")
 
 
-def remove_others(out: Path, ranks: int) -> None:
-    """Remove what ended processes have left of ranks that are not among these, and of the file itself."""
+def remove_stale_files(out: Path, ranks: int) -> None:
+    """Remove files that killed processes have left, except the tokens of `ranks` ranks."""
     ours = files_named(
         rf"\.{re.escape(out.name)}\.(partial|learned-[0-9]+|others-[0-9]+|part-(?P<rank>[0-9]+)(\.done)?)"
     )
-    kept = {part_path(out, rank).name for rank in range(ranks)}
-    kept |= {f"{name}.done" for name in kept}
+    usable = {part_path(out, rank).name for rank in range(ranks)}
+    usable |= {f"{name}.done" for name in usable}
     with suppress(OSError):
-        delete_files(out.parent, lambda entry: ours(entry) and entry.name not in kept)
+        delete_files(out.parent, lambda entry: ours(entry) and entry.name not in usable)

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.data import prepare as preparation
 from hpctrain.data.prepare import prepare
-from hpctrain.data.token_part import TokenPart, part_path, remove_others
+from hpctrain.data.token_part import TokenPart, part_path, remove_stale_files
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
@@ -36,7 +36,7 @@ def left(folder: Path, pieces: int, key: str = "k") -> TokenPart:
 def test_what_is_whole_is_taken_up(tmp_path: Path) -> None:
     before = left(tmp_path, 3)
     with TokenPart(tmp_path / "part", BYTES, "k") as part:
-        assert part.go_on() == 3
+        assert part.resume() == 3
         assert part.tokens == 21 and part.ends.tolist() == [6, 13, 20]
         part.add(np.array([7]))
         part.end_document(256)
@@ -46,18 +46,18 @@ def test_what_is_whole_is_taken_up(tmp_path: Path) -> None:
         assert part.read(0, 21).tolist() == np.fromfile(before.path, before.dtype, 21).tolist()
         part.__exit__(KeyboardInterrupt)
     with TokenPart(tmp_path / "part", BYTES, "k") as part:
-        assert part.go_on() == 0  # the one before was left in good order, and took its files along
+        assert part.resume() == 0  # the one before was left in good order, and took its files along
 
 
 def test_it_goes_on_after_it_went_on(tmp_path: Path) -> None:
     left(tmp_path, 2)
     part = TokenPart(tmp_path / "part", BYTES, "k")
-    assert part.go_on() == 2
+    assert part.resume() == 2
     part.end_document(256)
     part.end_piece()
     part.__exit__(KeyboardInterrupt)
     again = TokenPart(tmp_path / "part", BYTES, "k")
-    assert again.go_on() == 3 and again.ends.tolist() == [6, 13, 15]
+    assert again.resume() == 3 and again.ends.tolist() == [6, 13, 15]
 
 
 @pytest.mark.parametrize("harm", ["other text", "cut tokens", "other tokens", "no journal", "no tokens"])
@@ -74,7 +74,7 @@ def test_what_is_not_the_same_is_begun_anew(tmp_path: Path, harm: str) -> None:
     elif harm == "no tokens":
         part.path.unlink()
     with TokenPart(tmp_path / "part", BYTES, "other" if harm == "other text" else "k") as new:
-        assert new.go_on() == 0 and new.tokens == 0
+        assert new.resume() == 0 and new.tokens == 0
         assert not list(tmp_path.iterdir())
 
 
@@ -83,7 +83,7 @@ def test_a_torn_line_is_made_again(tmp_path: Path, cut: int) -> None:
     part = left(tmp_path, 3)
     part.journal.write_bytes(part.journal.read_bytes()[:-cut])
     with TokenPart(tmp_path / "part", BYTES, "k") as new:
-        assert new.go_on() == 2 and new.tokens == 14
+        assert new.resume() == 2 and new.tokens == 14
 
 
 def test_only_what_is_ours_is_removed(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_only_what_is_ours_is_removed(tmp_path: Path) -> None:
     others = [out, part_path(out, 1), tmp_path / ".other.h5.part-3", tmp_path / ".out.h5.part-3.txt"]
     for path in (*ours, *others):
         path.write_bytes(b"")
-    remove_others(out, 2)
+    remove_stale_files(out, 2)
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
