@@ -82,12 +82,12 @@ class TextSource:
     """One input file.
 
     Attributes:
-        path: Its path.
-        size: Its length on the disk in bytes.
+        path: Path of the file.
+        size: Length on the disk in bytes.
         named: True if the user named it; False if it was found in a folder.
-        raw: True if its bytes are taken as they are, text or not.
-        lenient: True if text in JSON that is not UTF-8 is taken, with U+FFFD for what is not.
-        json: How it holds JSON rows: see `json_form`.
+        raw: True if all bytes are read, also those that are not text.
+        lenient: True if bytes and escapes in JSON that are not UTF-8 are read as U+FFFD.
+        json: Form of JSON rows in the file: see `json_form`.
     """
 
     path: str
@@ -118,8 +118,8 @@ class TextSource:
         return not self.is_list and (self.json == "lines" or plain_name(self.path).endswith(JSON_LINES))
 
     @property
-    def whole(self) -> bool:
-        """True if the file cannot be cut into pieces at places that are known beforehand."""
+    def is_one_piece(self) -> bool:
+        """True if the file cannot be cut at places that are known before it is read."""
         return self.compressed or self.table or self.is_list
 
     def open(self) -> BufferedIOBase:
@@ -129,24 +129,31 @@ class TextSource:
 
 @dataclass
 class LeftOut:
-    """Files that are not taken, with the reason, in the order found; patterns that no file matches; and paths
-    that were named more than once.
+    """Parts of a user's choice of files that have no effect.
+
+    Attributes:
+        files: Files that are left out, with the reason, in the order of the search.
+        unmatched_globs: Patterns that no file matches.
+        repeated_paths: Paths that were named more than once.
     """
 
     files: dict[str, int] = field(default_factory=dict)
-    idle: list[str] = field(default_factory=list)
-    again: list[str] = field(default_factory=list)
+    unmatched_globs: list[str] = field(default_factory=list)
+    repeated_paths: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """In words, a line for each reason: how many files, and the first ones."""
-        lines = [f"{printable(path)}: is given more than once, but read once" for path in self.again]
+        """Return messages for the user: a line for each reason with the first files."""
+        lines = [f"{printable(path)}: is given more than once, but read once" for path in self.repeated_paths]
         for reason in sorted(set(self.files.values())):
             files = [printable(file) for file, why in self.files.items() if why == reason]
             words, hint = _WORDS[reason]
             count = counted(len(files), "file")
-            shown = ", ".join(files[:EXAMPLES]) + (" ..." if len(files) > EXAMPLES else "")
-            lines.append(f"left out {words}: {count} ({shown}){f'; {hint}' if hint else ''}")
-        return [*lines, *(f"--glob {printable(pattern)}: no file matches" for pattern in self.idle)]
+            examples = ", ".join(files[:EXAMPLES]) + (" ..." if len(files) > EXAMPLES else "")
+            lines.append(f"left out {words}: {count} ({examples}){f'; {hint}' if hint else ''}")
+        return [
+            *lines,
+            *(f"--glob {printable(pattern)}: no file matches" for pattern in self.unmatched_globs),
+        ]
 
 
 def find_sources(
@@ -176,15 +183,15 @@ def find_sources(
     avoided = {os.path.realpath(path) for path in without}
     named = Counter(os.path.realpath(path) for path in paths)
     matched: set[str] = set()
-    for given in paths:
-        folder = Path(given)
+    for path in paths:
+        folder = Path(path)
         try:
             if folder.exists() and not folder.is_dir() and not folder.is_file():
-                problems.append(HpctrainError(f"{given}: is not a regular file"))
+                problems.append(HpctrainError(f"{path}: is not a regular file"))
                 continue
             if os.path.realpath(folder) in avoided and folder.exists():
                 problems.append(
-                    HpctrainError(f"{given}: is OUT, the file to write (give another name for OUT)")
+                    HpctrainError(f"{path}: is OUT, the file to write (give another name for OUT)")
                 )
                 continue
             walked = _walk(folder, globs, endings, matched) if folder.is_dir() else _named(folder)
@@ -199,35 +206,35 @@ def find_sources(
                 else:
                     left.setdefault(real, (str(file), reason))
             if folder.is_dir() and all(reason in {NAME, HIDDEN, IRREGULAR} for _, reason in walked):
-                wanted = ", ".join(globs) if globs else "*" + ", *".join(endings)
-                sentence = f"{given}: no file in this folder matches {wanted}; see --glob"
+                patterns = ", ".join(globs) if globs else "*" + ", *".join(endings)
+                sentence = f"{path}: no file in this folder matches {patterns}; see --glob"
                 problems.append(HpctrainError(sentence))
         except FileNotFoundError:
-            problems.append(InputOutputError(f"{given}: no such file or folder"))
+            problems.append(InputOutputError(f"{path}: no such file or folder"))
         except OSError as error:
             problems.append(InputOutputError(f"{error.filename}: cannot be read ({error.strerror})"))
     raise_all(problems)
-    idle = [pattern for pattern in globs if pattern not in matched]
-    others = {file: reason for real, (file, reason) in left.items() if real not in sources}
+    unmatched = [pattern for pattern in globs if pattern not in matched]
+    left_out = {file: reason for real, (file, reason) in left.items() if real not in sources}
     names = {os.path.realpath(path): path for path in reversed(paths)}
     return list(sources.values()), LeftOut(
-        others,
-        idle if any(Path(path).is_dir() for path in paths) else [],
+        left_out,
+        unmatched if any(Path(path).is_dir() for path in paths) else [],
         [names[real] for real, times in named.items() if times > 1],
     )
 
 
 def raise_all(problems: Sequence[HpctrainError]) -> None:
-    """Raise all problems as one error, of the graver class; nothing where there is none."""
+    """Raise all problems as one error: an InputOutputError if any is one. Do nothing without problems."""
     if problems:
-        grave = any(isinstance(problem, InputOutputError) for problem in problems)
+        is_grave = any(isinstance(problem, InputOutputError) for problem in problems)
         texts = [text for problem in problems for text in problem.problems]
-        raise (InputOutputError if grave else HpctrainError)(texts)
+        raise (InputOutputError if is_grave else HpctrainError)(texts)
 
 
 def printable(text: str) -> str:
-    """A name without what would act on a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    """Return a name in which unprintable characters are replaced by question marks."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _named(file: Path) -> list[tuple[Path, int | None]]:
@@ -262,7 +269,7 @@ def _walk(
 
 
 def _reason(file: Path) -> int | None:
-    """Why a file that is meant cannot be taken, or None."""
+    """Return why a selected file is left out, or None."""
     if not file.is_file():
         return IRREGULAR
     return None if file.stat().st_size else EMPTY

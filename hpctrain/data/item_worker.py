@@ -1,7 +1,7 @@
-"""A process that loads batches of a user's dataset for a rank, with which it ends. It is no rank.
+"""Child process that loads batches of a user's dataset for a rank. It ends with the rank.
 
-What is asked of it comes through standard input, a line each; answers go through a socket, each a file in
-memory.
+Requests are lines on standard input. Each answer is the descriptor of a file in memory, sent through a
+socket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from hpctrain.host.process_lifetime import end_descendants_with_parent, ignore_r
 
 
 def serve(socket_number: int, parent: int) -> None:
-    """Answer until nobody asks any more: after the dataset's name come numbers and epochs of items."""
+    """Answer requests until the rank ends.
+
+    The first line describes the dataset. Each further line has the numbers and the epochs of the items of a
+    batch.
+
+    Args:
+        socket_number: Descriptor of the socket for answers.
+        parent: Process number of the rank.
+    """
     let_children_hear = ignore_rank_signals()
     if not end_descendants_with_parent(parent):
         return
@@ -33,13 +41,13 @@ def serve(socket_number: int, parent: int) -> None:
     torch.set_num_threads(1)
     lines, answers = sys.stdin.buffer, socket.socket(fileno=socket_number)
     name = DatasetSpec.of_json(lines.readline())
-    asked: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_read, args=(lines, asked), daemon=True).start()
+    requests: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(lines, requests), daemon=True).start()
     dataset: UserDataset | None = None
     with Path(os.devnull).open(encoding="utf-8") as nothing:
         sys.stdin = nothing
         while True:
-            indices, epochs = json.loads(asked.get())
+            indices, epochs = json.loads(requests.get())
             fields: Fields = {}
             problems: tuple[str, ...] = ()
             try:
@@ -51,12 +59,12 @@ def serve(socket_number: int, parent: int) -> None:
             try:
                 socket.send_fds(answers, [b"x"], [file])
             except OSError:
-                return  # nobody reads it any more
+                return  # the rank has ended
             os.close(file)
 
 
-def _read(lines: BinaryIO, asked: SimpleQueue[bytes]) -> None:
-    """Take what is asked as it comes, and end this process where nobody can ask any more."""
+def _read(lines: BinaryIO, requests: SimpleQueue[bytes]) -> None:
+    """Put requests into a queue, and end this process when standard input is closed."""
     for line in lines:
-        asked.put(line)
+        requests.put(line)
     os._exit(0)

@@ -36,12 +36,12 @@ class DatasetSource:
             )
         self._first = 0 if split == "train" else trained
         self.count = trained if split == "train" else held_out
-        self._under_way: dict[_Key, Ticket] = {}
+        self._in_flight: dict[_Key, Ticket] = {}
 
     def micro_batches(
         self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
     ) -> Iterator[MicroBatch]:
-        """Yield the requested micro-batches. They have no rows without samples.
+        """Yield the requested micro-batches, without padding rows.
 
         A micro-batch without samples gets one row, which is the last sample of the step and is not counted.
         """
@@ -51,21 +51,21 @@ class DatasetSource:
             return
         now, next_ones = list(requests), list(upcoming)
         keys = [self._key(each) for each in (*now, *next_ones)]
-        for key in self._under_way.keys() - set(keys):
-            self._under_way.pop(key).dropped = True
+        for key in self._in_flight.keys() - set(keys):
+            self._in_flight.pop(key).dropped = True
         coming = iter(keys)
         for each in now:
             for key in coming:
                 self._ask(self.workers, key)
-                if len(self._under_way) >= _MAX_AHEAD:
+                if len(self._in_flight) >= _MAX_AHEAD:
                     break
             key = self._key(each)
             self._ask(self.workers, key)
-            yield self._micro_batch(each, self.workers.take(self._under_way.pop(key)))
+            yield self._micro_batch(each, self.workers.take(self._in_flight.pop(key)))
 
     def _ask(self, workers: WorkerPool, key: _Key) -> None:
-        if key not in self._under_way:
-            self._under_way[key] = workers.ask(*key)
+        if key not in self._in_flight:
+            self._in_flight[key] = workers.ask(*key)
 
     def _key(self, request: MicroBatchRequest) -> _Key:
         """Return the numbers of the samples in the dataset that a micro-batch needs, and their epochs."""

@@ -1,13 +1,13 @@
-"""Text as documents: how files are cut into pieces, whether these are text, and what they say.
+"""Pieces of input files, and the documents and rows in them.
 
-A plain file is one document. Files of JSON lines (`.jsonl`, `.ndjson`, `.jsonlines`) have one document
-per line, JSON lists (`.json`) one per entry. All may be compressed (`.gz`, `.zst`). A column of a `.parquet`
-table has one document per row.
-Files are cut into pieces at places that depend on the file alone, so that any number of ranks reads
-the same pieces: behind the first newline that follows every PIECE bytes, or, in text without newlines,
-before the next space or character. Bytes that are not UTF-8 become U+FFFD, or, in raw sources, the
-surrogates that stand for them in Python; line ends stay as they are. Half of a pair of UTF-16, which JSON can
-have as an escape, is not UTF-8 either.
+A plain file is one document. Files of JSON lines (`.jsonl`, `.ndjson`, `.jsonlines`) have one document per
+line, JSON lists (`.json`) one per entry, and a column of a `.parquet` table one per row. All but tables may
+be compressed (`.gz`, `.zst`).
+
+Files are cut at places that depend only on the file, so any number of ranks reads the same pieces: after the
+first newline that follows every PIECE bytes, or, in text without newlines, before the next space or
+character. Bytes that are not UTF-8 become U+FFFD, or, in raw sources, surrogates as in Python. Line ends stay
+as they are. An unpaired UTF-16 surrogate, which JSON can contain as an escape, is not UTF-8 either.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _LIST_BLOCK = 1 << 20
 _LONGEST_ENTRY = 256 << 20
 HALF = re.compile("[\ud800-\udfff]")
 
-# Called with every problem found in a file; reading goes on behind it.
 Complaint = Callable[[HpctrainError], None]
+"""Function that receives every problem of a file; reading continues after it."""
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Bytes `begin` to `end` of a source, before its cuts are moved to the end of a line.
+    """Bytes `begin` to `end` of a source, before the cuts are moved to the end of a line.
 
-    A compressed source is one piece, but its text is cut every `step` bytes like any other.
+    A compressed source is one piece, but its decompressed text is cut every `step` bytes as that of other
+    files.
     """
 
     source: TextSource
@@ -53,45 +54,47 @@ class TextPiece:
 
     @property
     def size(self) -> int:
-        """Bytes on the disk."""
+        """Number of bytes on the disk."""
         return self.end - self.begin
 
 
 def cut_into_pieces(sources: Sequence[TextSource], size: int = PIECE) -> list[TextPiece]:
-    """Return all sources as pieces of about `size` bytes, in order; some files are one piece."""
+    """Return the pieces of all sources, of about `size` bytes, in order. Some files are one piece."""
     assert size >= 8, size  # a cut looks at whole characters of the next piece
     return [
         TextPiece(source, begin, min(begin + stride, source.size), size)
         for source in sources
-        for stride in (source.size if source.whole else size,)
+        for stride in (source.size if source.is_one_piece else size,)
         for begin in range(0, source.size, stride)
     ]
 
 
 def share_of(pieces: Sequence[TextPiece], rank: int, ranks: int) -> Sequence[TextPiece]:
-    """A contiguous run of the pieces: those whose middle lies in this rank's share of all bytes."""
+    """Return the pieces of a rank: those whose middle is in the rank's share of all bytes."""
     total = sum(piece.size for piece in pieces)
-    first = last = seen = 0
+    first = last = before = 0
     for piece in pieces:
-        owner = (2 * seen + piece.size) * ranks // (2 * total)
+        owner = (2 * before + piece.size) * ranks // (2 * total)
         first += owner < rank
         last += owner <= rank
-        seen += piece.size
+        before += piece.size
     return pieces[first:last]
 
 
 def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator[tuple[str, bool]]:
-    """Parts of documents in order, and whether the document ends behind the part.
+    """Yield parts of documents in order, each with True if the document ends after it.
 
-    What cannot be read, a line that is no JSON object or has no text under `text_key`, goes to
-    `complain` as one sentence with file and line.
+    Args:
+        piece: The piece.
+        text_key: Key of JSON objects, or column of tables, with the text.
+        complain: Function that receives an error for each line without a text, and for an unreadable file.
     """
     if piece.source.table:
-        with _complaining(piece, complain):
+        with _errors_to(piece, complain):
             for text in table_texts(piece.source.path, text_key):
                 yield text, True
         return
-    with _complaining(piece, complain), piece.source.open() as file:
+    with _errors_to(piece, complain), piece.source.open() as file:
         if piece.source.lines or piece.source.is_list:
             yield from _read_lines(file, piece, text_key, complain)
         else:
@@ -101,7 +104,7 @@ def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator
 
 @dataclass(frozen=True)
 class JsonRow:
-    """A JSON value, the `number`th line of a piece or row of a table."""
+    """JSON value of a line, list entry or table row; `number` counts from 1 in the piece."""
 
     value: Any
     piece: TextPiece
@@ -117,29 +120,29 @@ class JsonRow:
 
 
 def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
-    """The lines of a piece as JSON, whatever its file is called, or the rows of a table.
+    """Yield the rows of a table, or the lines or list entries of another file as JSON.
 
-    What cannot be read goes to `complain`, as of `read_piece`.
+    `complain` receives an error for each line that is not JSON, and for an unreadable file.
     """
-    with _complaining(piece, complain):
+    with _errors_to(piece, complain):
         if piece.source.table:
             for number, value in enumerate(table_rows(piece.source.path), 1):
                 yield JsonRow(value, piece, number)
             return
         if piece.source.path.lower().endswith(JSON) and not piece.source.json:
-            wanted = "expected a JSON list of rows, or one row per line"
-            complain(HpctrainError(f"{piece.source.path}: is a single JSON value; {wanted}"))
+            expected = "expected a JSON list of rows, or one row per line"
+            complain(HpctrainError(f"{piece.source.path}: is a single JSON value; {expected}"))
             return
         with piece.source.open() as file:
             yield from _json_rows(file, piece, complain)
 
 
 def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
-    """Why a piece is no text: BINARY (it has a zero byte) or NOT_UTF8; None where it is, as in a table."""
+    """Return why a piece is not text: BINARY (it has a zero byte) or NOT_UTF8. None if it is, or a table."""
     fault = None
     if piece.source.table:
         return None
-    with _complaining(piece, complain), piece.source.open() as file:
+    with _errors_to(piece, complain), piece.source.open() as file:
         for block, _, _ in _blocks(file, piece):
             if b"\0" in block:
                 return BINARY
@@ -151,8 +154,8 @@ def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
 
 
 @contextmanager
-def _complaining(piece: TextPiece, complain: Complaint) -> Iterator[None]:
-    """What cannot be read goes to `complain`."""
+def _errors_to(piece: TextPiece, complain: Complaint) -> Iterator[None]:
+    """Pass errors of reading inside the block to `complain`."""
     path = piece.source.path
     try:
         yield
@@ -167,26 +170,26 @@ def _complaining(piece: TextPiece, complain: Complaint) -> Iterator[None]:
 
 
 def _blocks(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
-    """The bytes of a piece, where they begin in the file, and whether they are its last ones."""
-    return (_read_stream if piece.source.whole else _read_plain)(file, piece)
+    """Yield blocks of a piece, each with its place in the file and True if it is the last of the file."""
+    return (_read_stream if piece.source.is_one_piece else _read_plain)(file, piece)
 
 
 def _read_plain(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
-    """One piece of a plain file, the last one perhaps empty."""
+    """Yield the piece of a plain file as one block, which may be empty at the end of the file."""
     begin, end = (_seek_cut(file, offset, piece) for offset in (piece.begin, piece.end))
     file.seek(begin)
     block = file.read(end - begin)
     if len(block) != end - begin:
-        raise OSError("it became shorter while it was read")
+        raise OSError("it was truncated while it was read")
     yield block, begin, piece.end == piece.source.size
 
 
 def _read_stream(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
-    """All pieces of a compressed file, cut where the same text, not compressed, is cut."""
+    """Yield the blocks of a compressed file, cut at the same places as its decompressed text would be."""
     block, begin, end = b"", 0, piece.step
     while True:
-        wanted = end + min(SEARCH, piece.step) - begin
-        while len(block) < wanted and (more := file.read(wanted - len(block))):
+        needed = end + min(SEARCH, piece.step) - begin
+        while len(block) < needed and (more := file.read(needed - len(block))):
             block += more
         if begin + len(block) <= end:
             yield block, begin, True
@@ -221,19 +224,19 @@ def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -
     """Yield the entries of a JSON list, which is read a part at a time."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")("replace").decode
     text, number, at_end = "", 0, False
-    began = ended = False
-    while not ended:
+    is_open = at_close = False
+    while not at_close:
         text = text.lstrip(" \t\r\n" + ("," if number else ""))
         wrong = ""
-        if not began and text:
-            began, text = True, text[1:]  # the bracket, by which the file was found to be a list
+        if not is_open and text:
+            is_open, text = True, text[1:]  # without the bracket that begins the list
             continue
         if text.startswith("]"):
-            ended = True
+            at_close = True
             continue
         try:
             value, length = decoder.raw_decode(text)
-            if length < len(text) or at_end:  # a number may go on behind what was read
+            if length < len(text) or at_end:  # at the end of the text, a number may have more digits
                 number, text = number + 1, text[length:]
                 yield JsonRow(value, piece, number)
                 continue
@@ -252,7 +255,7 @@ def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -
 
 
 def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
-    """The lines, as JSON, that begin in the piece, or all lines of a compressed file."""
+    """Yield the lines that begin in the piece, or all lines of a compressed file, as JSON."""
     if piece.begin:
         file.seek(piece.begin - 1)
         file.readline()
@@ -276,10 +279,10 @@ def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) 
 
 
 def _lines_before(piece: TextPiece) -> int:
-    """Lines that begin before the piece: counted only when there is something to complain about."""
+    """Return the number of lines that begin before the piece. It is slow."""
     if not piece.begin:
         return 0
-    count, left = 1, piece.begin - 1  # a newline as the last byte ends a line, but begins none before us
+    count, left = 1, piece.begin - 1  # a newline as the last byte begins no line before the piece
     with piece.source.open() as file:
         while left and (block := file.read(min(left, PIECE))):
             count += block.count(b"\n")
@@ -288,7 +291,7 @@ def _lines_before(piece: TextPiece) -> int:
 
 
 def _seek_cut(file: BufferedIOBase, offset: int, piece: TextPiece) -> int:
-    """Where the cut at the nominal `offset` really is."""
+    """Return the place of the cut whose nominal place is `offset`."""
     if offset in {0, piece.source.size}:
         return offset
     file.seek(offset)
@@ -296,7 +299,7 @@ def _seek_cut(file: BufferedIOBase, offset: int, piece: TextPiece) -> int:
 
 
 def _cut(block: bytes) -> int:
-    """Bytes of `block` that still belong to the piece before it."""
+    """Return how many bytes of `block` belong to the piece before it."""
     newline = block.find(b"\n")
     if newline >= 0:
         return newline + 1
@@ -307,7 +310,7 @@ def _cut(block: bytes) -> int:
 
 
 def _decode(block: bytes, begin: int, raw: bool = False) -> str:
-    """UTF-8 text, without the mark that some systems put at the begin of a file; with `raw`, all bytes."""
+    """Decode UTF-8 text, without a byte order mark at the beginning of a file; `raw` keeps all bytes."""
     if raw:
         return block.decode("utf-8", errors="surrogateescape")
     return (block if begin else block.removeprefix(codecs.BOM_UTF8)).decode("utf-8", errors="replace")

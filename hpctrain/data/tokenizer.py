@@ -93,7 +93,7 @@ class Tokenizer:
         # The text of a special added token is encoded as ordinary text: only hpctrain ends documents.
         self._library.encode_special_tokens = True
         ids = self._library.get_vocab(with_added_tokens=True)
-        self.vocabulary = max(ids.values()) + 1  # ids may have holes, so their number does not do
+        self.vocabulary = max(ids.values()) + 1  # ids may have gaps
 
     @property
     def listed_ends(self) -> tuple[int, ...]:
@@ -139,8 +139,9 @@ class Tokenizer:
             raise InputOutputError(f"{where}: cannot be read ({error.strerror})") from None
         except UnicodeDecodeError:
             text = ""
-        beside = path.name == TOKENIZER_FILE  # else the other files of the folder are of something else
-        settings = TokenizerSettings.of_folder(path.parent) if beside else TokenizerSettings()
+        # With another name, the other files of the folder do not belong to this tokenizer.
+        in_folder = path.name == TOKENIZER_FILE
+        settings = TokenizerSettings.of_folder(path.parent) if in_folder else TokenizerSettings()
         return cls.of_files(text, settings.without_model(), where, end_of_document)
 
     @classmethod
@@ -166,18 +167,22 @@ class Tokenizer:
         except HpctrainError:
             library_of(content, where)  # raises a better error if the JSON is not a tokenizer at all
             raise
-        off = disable_randomness(content)
-        made = cls(
-            json.dumps(content) if off else text, where, replace(settings, end_of_document=end, ends=(end,))
-        )
-        made.ignored_settings = tuple(off)
-        return made
+        removed = disable_randomness(content)
+        text = json.dumps(content) if removed else text
+        tokenizer = cls(text, where, replace(settings, end_of_document=end, ends=(end,)))
+        tokenizer.ignored_settings = tuple(removed)
+        return tokenizer
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Tokenizer:
-        """Byte-level BPE with at most `vocabulary` tokens (fewer where the text has no more pairs).
+        """Train a byte-level BPE as in GPT-2 (Radford et al. 2019), which can encode every text.
 
-        Byte-level pair merging as in GPT-2 (Radford et al. 2019), so that every text can be encoded.
+        Args:
+            texts: The texts.
+            vocabulary: Largest number of tokens. There are fewer if the text has no more pairs to merge.
+
+        Raises:
+            HpctrainError: The vocabulary is too small.
         """
         require("tokenizers", "training a tokenizer")
         from tokenizers import Tokenizer as Library
@@ -200,22 +205,28 @@ class Tokenizer:
         return cls.of_files(library.to_str(), TokenizerSettings(), "train-bpe")
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without an end of document. Lone surrogates become question marks."""
+        """Return the ids of `text`, without an end of document. Lone surrogates become question marks."""
         return [int(i) for i in self.encode_array(text)]
 
     def encode_array(
         self, text: str, errors: str = "replace"
     ) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint8]:
-        """The ids of `text` as an array [n], of uint8 for bytes, of uint32 for other tokenizers.
+        """Return the ids of `text` as an array [n], uint8 for the tokenizer "bytes" and uint32 for others.
 
-        `errors` says what becomes of lone surrogates, as in str.encode; a tokenizer from JSON takes text.
+        Args:
+            text: The text.
+            errors: Treatment of lone surrogates by the tokenizer "bytes", as in `str.encode`. Others replace
+                them by question marks.
+
+        Raises:
+            HpctrainError: The tokenizer cannot encode the text.
         """
         raw = text.encode("utf-8", errors if self._library is None else "replace")
         if self._library is None:
             return np.frombuffer(raw, dtype=np.uint8)
         replaced = raw.decode("utf-8")
         try:
-            # The fast form keeps no offsets into the text: a quarter of the memory.
+            # The fast variant stores no offsets and needs a quarter of the memory.
             [encoding] = self._library.encode_batch_fast([replaced], add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             sentence = (
@@ -228,10 +239,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], errors: str = "replace") -> str:
-        """The text of `ids`; ends of documents and ids beyond the vocabulary have none.
+        """Return the text of `ids`. Ends of documents and ids beyond the vocabulary have none.
 
-        `errors` says what becomes of bytes that are not UTF-8, as in bytes.decode; a tokenizer from
-        JSON always puts U+FFFD there.
+        Args:
+            ids: Token ids.
+            errors: Treatment of bytes that are not UTF-8 by the tokenizer "bytes", as in `bytes.decode`.
+                Others replace them by U+FFFD.
         """
         if self._library is None:
             return bytes(i for i in ids if 0 <= i < BYTE_VALUES).decode("utf-8", errors=errors)
@@ -300,11 +313,11 @@ def find_end_of_document(
     for number in settings.config_end_ids:
         if number in of_special:
             return number
-    found = [name for name in ENDS if name in special]
-    if len(found) == 1:
-        return ids[found[0]]
-    if found:
-        sentence = f"has several special tokens that may end a document ({', '.join(found)})"
+    candidates = [name for name in ENDS if name in special]
+    if len(candidates) == 1:
+        return ids[candidates[0]]
+    if candidates:
+        sentence = f"has several special tokens that may end a document ({', '.join(candidates)})"
     else:
         sentence = (
             f"has no eos_token and none of {', '.join(ENDS)}, so the token that ends a document is unknown"
@@ -322,9 +335,9 @@ def lost_text(library: Library, text: str, lost: int) -> str:
         text: the text.
         lost: id that marks them.
     """
-    for letter in dict.fromkeys(text):
-        if lost in library.encode(letter, add_special_tokens=False).ids:
-            sentence = f"{letter!r} (U+{ord(letter):04X})"
+    for character in dict.fromkeys(text):
+        if lost in library.encode(character, add_special_tokens=False).ids:
+            sentence = f"{character!r} (U+{ord(character):04X})"
             break
     else:
         sentence = "a part of the text"
@@ -335,10 +348,10 @@ def lost_text(library: Library, text: str, lost: int) -> str:
 
 
 def load_library(text: str, where: str) -> Library:
-    """Return the library's tokenizer of a JSON as it is.
+    """Return the library's tokenizer of an unchanged JSON.
 
     Raises:
-        HpctrainError: the text is none. The message begins with `where`.
+        HpctrainError: the text is not such a JSON. The message begins with `where`.
     """
     return library_of(parse_tokenizer(text, where), where)
 

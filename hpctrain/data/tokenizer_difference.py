@@ -1,8 +1,8 @@
-"""Whether two tokenizers give the same ids to the same text, and in words, in what they differ.
+"""Comparison of two tokenizers: whether they encode every text to the same ids, and how they differ.
 
-Compared is what decides on ids: vocabulary, merges, settings of the model, normalizer, pre-tokenizer and
-which added tokens are looked for in text. What only makes text of ids again, what frames a text with
-special tokens (we never do), and how the JSON is written, is not.
+The comparison covers all that affects ids: vocabulary, merges, settings of the model, normalizer,
+pre-tokenizer, and the added tokens that text is searched for. It does not cover the decoder, special tokens
+around a text (which are never added), and the format of the JSON.
 """
 
 from __future__ import annotations
@@ -14,93 +14,114 @@ from typing import Any
 
 from hpctrain.data.tokenizer import BYTES, bytes_json, load_library
 
-TOKEN_LENGTH = 24  # of a token that is shown, at most
+MAX_SHOWN_CHARACTERS = 24
+"""Largest number of characters of a token in a message."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a tokenizer makes ids by: `vocabulary` is tokens by id, `model` the rest of its model."""
+    """Parts of a tokenizer that determine ids.
+
+    Attributes:
+        name: Name in messages, such as "BPE of 512 tokens".
+        vocabulary: Tokens by id.
+        model: Settings of the model without the vocabulary, such as merges.
+        normalizer: Normalizer, as in the JSON.
+        pre_tokenizer: Pre-tokenizer, as in the JSON.
+        added_tokens: Added tokens that text is searched for, by their text.
+    """
 
     name: str
     vocabulary: Mapping[int, str]
     model: Mapping[str, Any]
     normalizer: Any
     pre_tokenizer: Any
-    looked_for: Mapping[str, Any]
+    added_tokens: Mapping[str, Any]
 
     @classmethod
     def of(cls, text: str, where: str) -> Rules:
-        """Of "bytes" or a tokenizer's JSON; HpctrainError, beginning with `where`, where it is none."""
+        """Return the rules of "bytes" or of a tokenizer's JSON.
+
+        Raises:
+            HpctrainError: The text is neither. The message begins with `where`.
+        """
         content = bytes_json()
         library = load_library(content if text == BYTES else text, where)
         rules = json.loads(library.to_str())
         vocabulary = {number: token for token, number in library.get_vocab(with_added_tokens=True).items()}
-        # Tokens with scores, as in a unigram model, are a list; else ids say all of a vocabulary.
+        # Keep a vocabulary that is a list, as in a unigram model, since it has scores.
         model = {k: v for k, v in rules["model"].items() if k != "vocab" or isinstance(v, list)}
-        model.pop("dropout", None)  # which is turned off wherever tokens are made
-        plain = text == BYTES or rules["model"] == json.loads(content)["model"]
-        kind = "bytes" if plain else model.get("type", "a tokenizer")
+        model.pop("dropout", None)  # which `disable_randomness` removes
+        is_bytes = text == BYTES or rules["model"] == json.loads(content)["model"]
+        kind = "bytes" if is_bytes else model.get("type", "a tokenizer")
         return cls(
             f"{kind} of {len(vocabulary)} tokens",
             vocabulary,
             model,
             rules["normalizer"],
             _without_offsets(rules["pre_tokenizer"]),
-            # Text that spells a special token is text to us.
+            # Special tokens are not searched for: their names in text stay text.
             {each["content"]: each for each in rules["added_tokens"] if not each["special"]},
         )
 
 
 def tokenizer_difference(text: str, other: str, where: str = "tokenizer", there: str = "tokenizer") -> str:
-    """In words, how a tokenizer differs from another one, as `... instead of ...: ...`; "" where it does not.
+    """Return how a tokenizer differs from another one, as `... instead of ...: ...`; "" if it does not.
 
-    HpctrainError where one cannot be read, which the sentence calls `where` or `there`.
+    Args:
+        text: "bytes" or the JSON of the tokenizer.
+        other: "bytes" or the JSON of the other one.
+        where: Beginning of error messages about the tokenizer.
+        there: Beginning of error messages about the other one.
+
+    Raises:
+        HpctrainError: One of them cannot be read.
     """
     if text == other:
         return ""
-    mine, theirs = Rules.of(text, where), Rules.of(other, there)
-    differences = "; ".join(_differences(mine, theirs))
-    return f"{mine.name} instead of {theirs.name}: {differences}" if differences else ""
+    actual, expected = Rules.of(text, where), Rules.of(other, there)
+    differences = "; ".join(_differences(actual, expected))
+    return f"{actual.name} instead of {expected.name}: {differences}" if differences else ""
 
 
-def _differences(mine: Rules, theirs: Rules) -> Iterator[str]:
-    both = mine.vocabulary.keys() & theirs.vocabulary.keys()
-    apart = sorted(each for each in both if mine.vocabulary[each] != theirs.vocabulary[each])
-    if apart:
-        first = apart[0]
+def _differences(actual: Rules, expected: Rules) -> Iterator[str]:
+    both = actual.vocabulary.keys() & expected.vocabulary.keys()
+    changed = sorted(each for each in both if actual.vocabulary[each] != expected.vocabulary[each])
+    if changed:
+        first = changed[0]
         yield (
-            f"{len(apart)} of the {len(both)} common ids stand for different tokens, the first is "
-            f"{first} ({_shown(mine.vocabulary[first])} instead of {_shown(theirs.vocabulary[first])})"
+            f"{len(changed)} of the {len(both)} common ids stand for different tokens, the first is "
+            f"{first} ({_quoted(actual.vocabulary[first])} instead of {_quoted(expected.vocabulary[first])})"
         )
     for ids, words in (
-        (mine.vocabulary.keys() - both, "are additional"),
-        (theirs.vocabulary.keys() - both, "are missing"),
+        (actual.vocabulary.keys() - both, "are additional"),
+        (expected.vocabulary.keys() - both, "are missing"),
     ):
         if ids:
-            token = (mine.vocabulary if min(ids) in mine.vocabulary else theirs.vocabulary)[min(ids)]
-            yield f"{len(ids)} ids {words}, the first is {min(ids)} ({_shown(token)})"
-    if not apart and mine.model.get("merges") != theirs.model.get("merges"):
+            token = (actual.vocabulary if min(ids) in actual.vocabulary else expected.vocabulary)[min(ids)]
+            yield f"{len(ids)} ids {words}, the first is {min(ids)} ({_quoted(token)})"
+    if not changed and actual.model.get("merges") != expected.model.get("merges"):
         yield "the order of merges differs"
-    keys = [key for key in {**mine.model, **theirs.model} if key not in {"merges", "vocab"}]
+    keys = [key for key in {**actual.model, **expected.model} if key not in {"merges", "vocab"}]
     for key in keys:
-        if mine.model.get(key) != theirs.model.get(key):
-            yield f"{key} is {_shown(mine.model.get(key))} instead of {_shown(theirs.model.get(key))}"
-    if not apart and mine.model.get("vocab") != theirs.model.get("vocab"):
+        if actual.model.get(key) != expected.model.get(key):
+            yield f"{key} is {_quoted(actual.model.get(key))} instead of {_quoted(expected.model.get(key))}"
+    if not changed and actual.model.get("vocab") != expected.model.get("vocab"):
         yield "the scores of tokens differ"
     for name in ("normalizer", "pre_tokenizer"):
-        if getattr(mine, name) != getattr(theirs, name):
+        if getattr(actual, name) != getattr(expected, name):
             yield f"the {name} differs"
-    if mine.looked_for != theirs.looked_for:
+    if actual.added_tokens != expected.added_tokens:
         yield "the added tokens that text is searched for differ"
 
 
 def _without_offsets(rule: Any) -> Any:
-    """A rule without what it says of places in the text, which no id hangs on."""
+    """Return a rule without its settings of offsets, which do not affect ids."""
     if isinstance(rule, dict):
         return {key: _without_offsets(value) for key, value in rule.items() if key != "trim_offsets"}
     return [_without_offsets(each) for each in rule] if isinstance(rule, list) else rule
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= TOKEN_LENGTH else f"{text[:TOKEN_LENGTH]}..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."

@@ -1,12 +1,12 @@
-"""The token file: one HDF5 file with all tokens of a corpus, its tokenizer and its checksums.
+"""Token file: an HDF5 file with all tokens of a corpus, its tokenizer and its checksums.
 
     /                 attributes: format, version, header_checksum and the fields of Header
     /tokens           uint8, uint16 or uint32 [tokens], the smallest type that holds the vocabulary
-    /document_ends    int64 [documents], the token behind each document's last one
+    /document_ends    int64 [documents], position after the last token of each document
     /tokenizer        uint8 [bytes], UTF-8: "bytes" or the JSON of a `tokenizers` tokenizer
     /checksums        uint32 [pieces], the CRC-32 of every `piece` tokens
-    /tokenizer_settings  uint8 [bytes], UTF-8: JSON of TokenizerSettings, what the files beside the tokenizer
-                         say; its CRC-32 is its attribute `crc32`. Older files have none.
+    /tokenizer_settings  uint8 [bytes], UTF-8: JSON of TokenizerSettings, from the files next to the
+                         tokenizer; its CRC-32 is its attribute `crc32`. Older files have none.
 
 All numbers are little-endian and all datasets contiguous. `data/file_contents.py` describes what files of
 conversations, preferences and prompts contain besides.
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 FORMAT = "hpctrain tokens"
 VERSION = 1
-PIECE_TOKENS = 1 << 16  # of 16 bits: what the kernel reads ahead anyway, and 0.1 ms to sum up
-MOST_PIECE_TOKENS = 1 << 24  # a piece is read whole to compare its checksum
-MOST_IDS = 1 << 32  # of a vocabulary whose ids fit into the largest type
+PIECE_TOKENS = 1 << 16  # with 16 bits, 128 KiB: the read-ahead of Linux, and 0.1 ms of checksums
+MOST_PIECE_TOKENS = 1 << 24  # a complete piece is read to compare its checksum
+MOST_IDS = 1 << 32  # ids fit into uint32
 MOST_ELEMENTS = 1 << 60
 MOST_TEXT_BYTES = JSON_BYTES
 ENDS = np.dtype("<i8")
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds range(vocabulary)."""
+    """Return the smallest unsigned type that can store range(vocabulary)."""
     return next(np.dtype(name) for name in ("u1", "<u2", "<u4") if vocabulary - 1 <= np.iinfo(name).max)
 
 
@@ -73,7 +73,7 @@ class Header:
     package: str
 
     def require_bounds(self) -> None:
-        """Raise ValueError where a number could not have been written by `hpctrain prepare`."""
+        """Raise ValueError if `hpctrain prepare` cannot have written one of the numbers."""
         for name, least, most in (
             ("vocabulary", 1, MOST_IDS),
             ("end_of_document", 0, self.vocabulary - 1),
@@ -108,11 +108,18 @@ class Header:
 
 
 class TokenFile:
-    """A token file, opened for reading; every problem is an InputOutputError that begins with `key`.
+    """Token file that is open for reading.
 
-    Opening checks the header and that the file is as long as it says; `read` verifies a piece when it first
-    reads of it, `verify` all of them. All ids are below `vocabulary`, `end_of_document` follows every
-    document of text; `tokens` and `documents` are how many there are, `dtype` is a token's type in the file.
+    Opening it checks the header and the sizes of all datasets. `read` verifies a piece when it first reads
+    it, and `verify` verifies all pieces. Every error is an InputOutputError that begins with the key and the
+    path.
+
+    Attributes:
+        vocabulary: Size of the vocabulary; all ids are smaller.
+        end_of_document: Id that follows every document of text.
+        tokens: Number of tokens.
+        documents: Number of documents.
+        dtype: Type of a token in the file.
     """
 
     def __init__(self, path: str | Path, key: str = "data.tokens") -> None:
@@ -135,7 +142,7 @@ class TokenFile:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that made the tokens; InputOutputError where the stored one cannot be read."""
+        """Tokenizer that made the tokens. An InputOutputError is raised if it cannot be read."""
         if self.tokenizer_text != BYTES:
             require("tokenizers", f"{self.where}: reading its tokenizer")
         try:
@@ -157,7 +164,7 @@ class TokenFile:
         return known.with_template(template["text"], template["tokens"])
 
     def _turn_end(self) -> tuple[int, ...]:
-        """Return the control token that the first row ends with, for files that do not tell."""
+        """Return the control token at the end of the first row, for old files without settings."""
         end = self.document_end(0) if self.documents else 0
         places = self.learned(0, end).nonzero()
         if not len(places) or self.kind == PROMPTS:
@@ -169,20 +176,21 @@ class TokenFile:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that files of other tokens do not share; made from the checksums alone."""
+        """Checksum of all tokens, computed from the checksums of the pieces."""
         known = self._tokens.checksums.checksum()
         if self._learned is not None:
             known = zlib.crc32(f"{self._learned.checksums.checksum()}".encode(), known)
         return zlib.crc32(f"{self.tokens} {self.header.document_ends_checksum}".encode(), known)
 
     def read(self, start: int, count: int) -> Tensor:
-        """Tokens start .. start + count - 1, int64 [count].
+        """Return the tokens `start` to `start + count - 1`, int64 [count].
 
-        Of pieces that this object has not read before, or of a file that was written to since, the
-        checksums are compared; InputOutputError names the piece where they differ, or a token that is none of
-        the vocabulary.
+        The checksum of a piece is compared when it is first read, and again after the file has changed.
+
+        Raises:
+            InputOutputError: A checksum is wrong, or a token is not in the vocabulary.
         """
-        import torch  # what looks at a header alone need not wait for it
+        import torch  # late: it takes long to import, and callers that read only headers do not need it
 
         require_range(start, count, self.tokens)
         tokens = np.empty(count, np.int64)
@@ -190,7 +198,7 @@ class TokenFile:
         return torch.from_numpy(tokens)
 
     def learned(self, start: int, count: int) -> Tensor:
-        """Return which of these tokens are predicted, bool [count]. It raises the errors of `read`."""
+        """Return which of these tokens are learned, bool [count], with the errors of `read`."""
         import torch
 
         learned = np.ones(count, np.uint8)
@@ -199,30 +207,34 @@ class TokenFile:
         return torch.from_numpy(learned).bool()
 
     def other_keys(self, row: int) -> dict[str, Any]:
-        """Read the other keys of a row of preferences or prompts; errors as of `read`."""
+        """Return the other keys of a row of preferences or prompts, with the errors of `read`."""
         assert self._other_keys is not None
         require_range(row, 1, self.contents.rows)
         begin = int(self._other_ends.read(row - 1, 1)[0]) if row else 0
         text = np.empty(int(self._other_ends.read(row, 1)[0]) - begin, np.uint8)
         self._read(self._other_keys, begin, text)
         try:
-            found = parse_json(text.tobytes())
+            keys = parse_json(text.tobytes())
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            keys = None
+        if not isinstance(keys, dict):
             raise self._error(f"is damaged (the other keys of row {row} are not a JSON object)")
-        return found
+        return keys
 
     def document_ends(self) -> npt.NDArray[np.int64]:
-        """The tokens behind the last one of every document, int64 [documents]."""
+        """Return the position after the last token of every document, int64 [documents]."""
         return self._verified_ends.read(0, self.documents).astype(np.int64)
 
     def document_end(self, document: int) -> int:
-        """The token behind the last one of a document (its end of document)."""
+        """Return the position after the last token of a document."""
         return int(self._verified_ends.read(document, 1)[0])
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare everything with its checksum, of the tokens this rank's share of `ranks`."""
+        """Compare the checksums of all data, each of `ranks` ranks its share of the pieces.
+
+        Raises:
+            InputOutputError: With all damaged pieces of the share.
+        """
         problems: list[str] = []
         if rank == 0:
             try:
@@ -240,7 +252,7 @@ class TokenFile:
         return self._ends
 
     def _compare_document_ends(self) -> None:
-        """Raise InputOutputError if the ends of documents are not what was written, or not in order."""
+        """Raise InputOutputError if the ends of documents are damaged or not in order."""
         try:
             self._compare_ends(
                 self._ends, self.header.document_ends_checksum, self.tokens, "the document boundaries"
@@ -250,7 +262,7 @@ class TokenFile:
 
     @staticmethod
     def _compare_ends(ends: StoredArray, checksum: int, last: int, noun: str) -> None:
-        """Raise ValueError unless the ends have this checksum, never fall, and lead from 0 to `last`."""
+        """Raise ValueError unless the ends have this checksum, do not decrease, and end with `last`."""
         crc, before, ordered = 0, 0, True
         for values in ends.blocks():
             crc = zlib.crc32(values.data, crc)
@@ -262,7 +274,7 @@ class TokenFile:
             raise ValueError(f"{noun} do not increase from 0 to {last}")
 
     def _read(self, array: PiecedArray, start: int, out: npt.NDArray[Any]) -> None:
-        """Elements from `start` on; verified anew where the file was written to."""
+        """Fill `out` with the elements from `start` on. If the file has changed, verify its pieces again."""
         if (stamp := self._last_change()) != self._stamp:
             self._stamp = stamp
             for each in (self._tokens, self._learned, self._other_keys):
@@ -271,7 +283,7 @@ class TokenFile:
         array.read(start, len(out), out)
 
     def _last_change(self) -> tuple[int, int]:
-        """Length of the file and when it was last written to."""
+        """Return the length of the file and the time of its last change."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
 
@@ -279,16 +291,16 @@ class TokenFile:
         return InputOutputError(f"{self.where}: {sentence}")
 
     def _require_file(self) -> None:
-        """Refuse what is no HDF5 file at all."""
+        """Raise InputOutputError if the file is missing or not an HDF5 file."""
         try:
             with open_regular(self.path) as stream:
                 signature = stream.read(len(SIGNATURE))
         except FileNotFoundError:
-            sought = self.path.absolute()
-            looked = f" (looked for {sought}, relative to the working directory)"
-            looked = "" if self.path.is_absolute() else looked
-            remedy = f"create it with {command('prepare', sought, 'TEXT')}"
-            raise self._error(f"no such file{looked}; {remedy}") from None
+            absolute = self.path.absolute()
+            relative = f" (looked for {absolute}, relative to the working directory)"
+            place = "" if self.path.is_absolute() else relative
+            remedy = f"create it with {command('prepare', absolute, 'TEXT')}"
+            raise self._error(f"no such file{place}; {remedy}") from None
         except IsADirectoryError:
             raise self._error("is a folder; it must be a file from `hpctrain prepare`") from None
         except OSError as error:
@@ -299,7 +311,7 @@ class TokenFile:
             )
 
     def _open(self, file: CheckedFile) -> None:
-        """Check the header and map the datasets."""
+        """Check the header and find the datasets."""
         if not file.has_attribute("format") or file.text("format") != FORMAT:
             raise self._error("is an HDF5 file, but not a token file; create one with `hpctrain prepare`")
         version = file.integer("version")
@@ -349,13 +361,13 @@ class TokenFile:
             )
 
     def _find_pieces(self, file: CheckedFile, name: str, size: int, noun: str) -> PiecedArray:
-        """Find bytes and the checksums of their pieces."""
+        """Find a dataset of bytes and the checksums of its pieces."""
         piece = self.header.piece
         checksums = self._find(file, f"{name}_checksums", CHECKSUM, -(-size // piece))
         return PiecedArray(self._find(file, name, TEXT, size), checksums, piece, f"{noun} of /{name}")
 
     def _read_text(self, file: CheckedFile, name: str, checksum: int) -> str:
-        """Read all of a text."""
+        """Read a complete text and compare its checksum."""
         size = file.dataset(f"/{name}").elements
         if size > MOST_TEXT_BYTES:
             raise ValueError(f"/{name} has {size} bytes, more than {MOST_TEXT_BYTES}")

@@ -1,6 +1,6 @@
-"""Processes that load batches of a user's dataset ahead, for one rank.
+"""Child processes that load batches of a user's dataset ahead, for one rank.
 
-They end with the rank, however that ends.
+They end with the rank, even if it is killed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ _START = "from hpctrain.data.item_worker import serve; "
 
 
 class WorkerLostError(UserCodeError):
-    """A process that loads items has ended before the run."""
+    """A process that loads items ended before the run."""
 
     exit_code = EXIT_INTERNAL
 
 
 @dataclass(eq=False)
 class Ticket:
-    """An answer that is to come, from a worker."""
+    """Handle of a batch that a worker loads.
+
+    Attributes:
+        worker: Number of the worker.
+        answer: Fields of the batch and error messages; None until they are received.
+        dropped: True if nobody needs the batch any more.
+    """
 
     worker: int
     answer: tuple[Fields, Sequence[str]] | None = None
@@ -38,30 +44,39 @@ class Ticket:
 
 
 class WorkerPool:
-    """`count` processes, which are started as soon as something is asked of them."""
+    """Pool of `count` processes, which are started by the first request."""
 
     def __init__(self, name: DatasetSpec, count: int) -> None:
         self.name, self.count = name, count
         self._workers: list[_Worker] = []
-        self._asked = 0
+        self._requests = 0
 
     def ask(self, indices: Sequence[int], epochs: Sequence[int]) -> Ticket:
-        """Have a batch loaded, by the next of the processes."""
+        """Let the next process load a batch.
+
+        Args:
+            indices: Numbers of the items.
+            epochs: Epoch of each item.
+        """
         while len(self._workers) < self.count:
             self._workers.append(_Worker(self.name))
-        ticket = Ticket(self._asked % self.count)
-        self._asked += 1
+        ticket = Ticket(self._requests % self.count)
+        self._requests += 1
         worker = self._workers[ticket.worker]
-        worker.coming.append(ticket)
+        worker.pending.append(ticket)
         worker.send(json.dumps((list(indices), list(epochs))))
         return ticket
 
     def take(self, ticket: Ticket) -> Fields:
-        """Wait for a batch. UserCodeError where loading it failed, WorkerLostError where the process is
-        gone."""
+        """Wait for a batch and return its fields.
+
+        Raises:
+            UserCodeError: The user's code failed.
+            WorkerLostError: The process has ended.
+        """
         worker = self._workers[ticket.worker]
         while ticket.answer is None:
-            first, answer = worker.coming.popleft(), worker.receive()
+            first, answer = worker.pending.popleft(), worker.receive()
             if answer is None:
                 raise WorkerLostError(
                     f"{self.name.title}: a process that loads items ({ticket.worker + 1} of data.workers = "
@@ -82,26 +97,26 @@ class WorkerPool:
 
 
 class _Worker:
-    """One of them, as the rank sees it; `coming` are the answers it has to give, in order."""
+    """Connection of the rank to one process; `pending` has the tickets without an answer, in order."""
 
     def __init__(self, name: DatasetSpec) -> None:
-        self.coming: deque[Ticket] = deque()
-        self.answers, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
+        self.pending: deque[Ticket] = deque()
+        self.answers, child_end = socket.socketpair()
+        with child_end:
+            number = child_end.fileno()
             code = f"{_START}serve({number}, {os.getpid()})"
             self.process = start_child(code, number, new_session=True)
         self.send(name.to_json())
 
     def send(self, line: str) -> None:
-        """Have it read a line of JSON, if it still does: where it is gone, its answer tells."""
+        """Send a line of JSON. If the process has ended, `receive` reports it."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self) -> tuple[Fields, Sequence[str]] | None:
-        """Its next answer: a batch, or what is wrong; None where it is gone."""
+        """Return the next answer, a batch or error messages; None if the process has ended."""
         try:
             content, files, _, _ = socket.recv_fds(self.answers, 1, 1)
         except ConnectionError:
@@ -109,7 +124,7 @@ class _Worker:
         return from_memory(files[0]) if content else None
 
     def close(self) -> None:
-        """End it at once, with all that it has started: it keeps nothing."""
+        """Kill the process and its children. They have nothing to save."""
         kill_child(self.process, runs_user_code=True)
         self.process.wait()
         self.answers.close()

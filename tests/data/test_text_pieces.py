@@ -216,7 +216,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     list(read_piece(TextPiece(TextSource(str(short), 10), 0, 10, 10), "text", errors.append))
     assert all(isinstance(error, InputOutputError) for error in errors)
     assert "gone.txt: cannot be read (No such file or directory)" in str(errors[0])
-    assert "became shorter" in str(errors[1])
+    assert "was truncated while" in str(errors[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 50])
