@@ -18,9 +18,9 @@ import pytest
 import hpctrain
 import hpctrain.api
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
+from tests.data.preparing import prepare
 from tests.launch import ROOT
 
 Launch = Callable[..., "CompletedProcess[str]"]

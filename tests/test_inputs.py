@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import run_deck
+from tests.data.preparing import prepare
 
 INPUTS = Path(__file__).resolve().parents[1] / "inputs"
 DECKS = sorted(path.name for path in INPUTS.glob("*.toml"))

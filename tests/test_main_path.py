@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import Step, StepResult, TrainState
+from tests.data.preparing import prepare
 from tests.launch import ROOT
 
 SOURCES = f"{ROOT / 'hpctrain'}/"

@@ -95,7 +95,7 @@ def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choice
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.data.prepare_any import made_text, prepare_any
+    from hpctrain.data.prepare_any import prepare_any, result_text
     from hpctrain.units import UnitError, parse_bytes
 
     try:
@@ -110,7 +110,7 @@ def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choice
             options = {"shard_bytes": max_bytes, **choices}
             result = prepare_any(world, out, paths, options, display.say, display.report)
         if world.rank == 0:
-            click.echo(made_text(result, in_shards=max_bytes is not None))
+            click.echo(result_text(result, in_shards=max_bytes is not None))
 
     run_verb(work, device="cpu")
 

@@ -1,4 +1,4 @@
-"""What `hpctrain prepare` makes: a token file of text, or of rows of some kind, by what a user chooses."""
+"""Selection between text and rows in `hpctrain prepare`, and the line about the result."""
 
 from __future__ import annotations
 
@@ -8,64 +8,70 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.file_contents import NOUNS, PROMPTS, TEXT_KIND
 from hpctrain.data.output_lock import lock_output
-from hpctrain.data.prepare import Prepared, Say, prepare
+from hpctrain.data.prepare_options import Prepared, RowOptions, Say, TextOptions
+from hpctrain.data.prepare_text import prepare_text
 from hpctrain.data.token_writer import Report
-from hpctrain.data.tokenizer import BYTES
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
-_OF_TEXT = {
+_TEXT_OPTIONS = {
     "train_bpe": (None, "--train-bpe"),
     "text_key": ("text", "--field"),
     "binary": (False, "--binary"),
     "shard_bytes": (None, "--shard-bytes"),
 }
-"""Choices that are of text alone: what they are where nobody makes them, and how they are typed."""
+"""Options that are only for text: default value, and name on the command line."""
 
 
 def prepare_any(
-    world: World, out: Path, paths: Sequence[str], choices: Mapping[str, Any], say: Say, report: Report
+    world: World, out: Path, paths: Sequence[str], options: Mapping[str, Any], say: Say, report: Report
 ) -> Prepared:
-    """Write `out` with `prepare_rows` if the choices contain a `kind`, else with `prepare`. Collective.
+    """Write a token file of text, or of rows if the options contain a `kind`. Collective.
+
+    Args:
+        world: The world.
+        out: The token file.
+        paths: Files and folders.
+        options: Fields of TextOptions or RowOptions by name.
+        say: Function that prints a line for the user.
+        report: Function that shows progress.
 
     Raises:
-        HpctrainError: As for these functions, and if another process writes the same output.
+        HpctrainError: As for `prepare_text` and `prepare_rows`, and if another process writes this output.
     """
-    rest = dict(choices)
-    kind, template = rest.pop("kind", None), rest.pop("template", None)
-    if kind is None:
-        if template is not None:
+    fields = dict(options)
+    if fields.get("kind") is None:
+        fields.pop("kind", None)
+        if fields.pop("template", None) is not None:
             raise HpctrainError("--template requires --chat, --preferences or --prompts")
         with lock_output(world, out, say):
-            return prepare(world, out, paths, **rest, say=say, report=report)
+            return prepare_text(world, out, paths, TextOptions(**fields), say, report)
     from hpctrain.data.prepare_rows import prepare_rows
 
-    wrong = [f"{typed} conflicts with --{kind}, since it requires text" for typed in _given(rest)]
-    if wrong:
-        raise HpctrainError(wrong)
-    rest["tokenizer"] = rest.get("tokenizer") or BYTES
+    conflicts = [
+        f"{typed} conflicts with --{fields['kind']}, since it requires text"
+        for name, (default, typed) in _TEXT_OPTIONS.items()
+        if fields.pop(name, default) != default
+    ]
+    if conflicts:
+        raise HpctrainError(conflicts)
     with lock_output(world, out, say):
-        return prepare_rows(world, out, paths, kind=kind, template=template, **rest, say=say, report=report)
+        return prepare_rows(world, out, paths, RowOptions(**fields), say, report)
 
 
-def made_text(made: Prepared, in_shards: bool = False) -> str:
-    """What was made, in a line."""
-    files = counted(made.files, "file")
-    what = counted(made.documents, "document")
-    if made.kind != TEXT_KIND:
-        learned = "" if made.kind == PROMPTS else f", {made.learned} of them learned"
-        what = f"{counted(made.rows, NOUNS[made.kind])}{learned}"
-    shards = f"in {counted(made.shards, 'token file')}, " if in_shards else ""
+def result_text(result: Prepared, in_shards: bool = False) -> str:
+    """Return a line about the result."""
+    files = counted(result.files, "file")
+    what = counted(result.documents, "document")
+    if result.kind != TEXT_KIND:
+        learned = "" if result.kind == PROMPTS else f", {result.learned} of them learned"
+        what = f"{counted(result.rows, NOUNS[result.kind])}{learned}"
+    shards = f"in {counted(result.shards, 'token file')}, " if in_shards else ""
     return (
-        f"{made.path}: {counted(made.tokens, 'token')} of {what}, "
-        f"vocabulary {made.vocabulary}, {shards}from {counted(made.size, 'byte')} in {files}, "
-        f"{made.seconds:.1f} s"
+        f"{result.path}: {counted(result.tokens, 'token')} of {what}, "
+        f"vocabulary {result.vocabulary}, {shards}from {counted(result.size, 'byte')} in {files}, "
+        f"{result.seconds:.1f} s"
     )
-
-
-def _given(rest: dict[str, Any]) -> list[str]:
-    """How choices of text were typed; they are taken out."""
-    return [typed for name, (usual, typed) in _OF_TEXT.items() if rest.pop(name, usual) != usual]

@@ -1,7 +1,7 @@
-"""Conversations, preferences and prompts, of JSON lines or tables, to one token file, over all ranks.
+"""Tokenization of conversations, preferences and prompts from JSON or tables into a token file, by all ranks.
 
-As of text, each rank makes the tokens of a contiguous run of pieces of the files, and the token file is the
-same for any number of ranks.
+Each rank tokenizes contiguous pieces of the files, as for text. The token file is the same for any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer, ConversationTokens, TokenRequest
 from hpctrain.data.file_contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.input_files import ROW_ENDINGS
-from hpctrain.data.prepare import Prepared, Say, begin, collecting, examine, in_progress, text_alone
+from hpctrain.data.prepare_options import Prepared, RowOptions, Say
+from hpctrain.data.prepare_text import (
+    collect_errors,
+    examine,
+    find_input,
+    keep_text_sources,
+    reporting_progress,
+)
 from hpctrain.data.template_process import TemplateLimitError
 from hpctrain.data.text_pieces import (
-    PIECE,
     Complaint,
     JsonRow,
     TextPiece,
@@ -41,7 +47,7 @@ from hpctrain.data.text_pieces import (
     share_of,
 )
 from hpctrain.data.token_part import TokenPart, part_path
-from hpctrain.data.token_writer import Report, RowsPart, write_tokens
+from hpctrain.data.token_writer import Report, RowsPart, TokenWriter
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
@@ -57,61 +63,56 @@ _LEARNED_VALUES, _BYTE_VALUES = 2, 256
 EQUAL, SILENT = "whose answers are equal", "in which there is no assistant message"
 UNLEARNED = "in which every answer is excluded from training"
 _EXAMPLES = 3
-_ROWS_TOGETHER = 64  # which the template's process renders at once
+_ROWS_PER_REQUEST = 64  # to the process that renders the template
 
 
 def prepare_rows(
-    world: World,
-    out: Path,
-    paths: Sequence[str],
-    *,
-    kind: str,
-    template: str | None = None,
-    globs: Sequence[str] = (),
-    tokenizer: str = BYTES,
-    end_of_document: str | None = None,
-    replace: bool = False,
-    say: Say = lambda _: None,
-    report: Report = lambda *_: None,
-    piece_bytes: int = PIECE,
+    world: World, out: Path, paths: Sequence[str], options: RowOptions, say: Say, report: Report
 ) -> Prepared:
-    """Make the token file `out` of a `kind` ("chat", "preferences", "prompts") of rows; collective.
+    """Make a token file of conversations, preferences or prompts. Collective.
 
-    `template` is a name, a Jinja file, or None for that of the tokenizer's folder; `tokenizer` and
-    `end_of_document` are as of `read_tokenizer`. Pairs whose answers are
-    equal and conversations in which no assistant speaks are left out, which is said. Every error is an
-    HpctrainError, the same on all ranks, and leaves no file behind.
+    Pairs with equal answers and conversations without an assistant message are left out; `say` reports them.
+    An error leaves no file behind.
+
+    Args:
+        world: The world.
+        out: The token file.
+        paths: Files and folders.
+        options: How the rows become a token file.
+        say: Function that prints a line for the user.
+        report: Function that shows progress.
+
+    Raises:
+        HpctrainError: On all ranks if a file, a row or an argument is invalid.
     """
-    assert kind in KINDS and kind != TEXT_KIND, kind
-    begun = time.perf_counter()
-    sources, left = begin(world, out, paths, globs, replace, endings=ROW_ENDINGS)
-    pieces = cut_into_pieces(sources, piece_bytes)
-    faults = examine(world, pieces, report)
+    assert options.kind in KINDS and options.kind != TEXT_KIND, options.kind
+    start = time.perf_counter()
+    sources, left = find_input(world, out, paths, options.globs, options.replace, endings=ROW_ENDINGS)
+    faults = examine(world, cut_into_pieces(sources, options.piece_bytes), report)
     with world.agreement():
-        sources = text_alone(sources, faults, left)
+        sources = keep_text_sources(sources, faults, left)
         if world.rank == 0:
             for line in left.lines():
                 say(line)
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: no rows found")
-    chat = _agree_on_template(world, tokenizer, template, end_of_document, say)
-    if world.rank == 0 and chat.only_text:
-        those = either(chat.only_text) if len(chat.only_text) < 5 else f"{', '.join(chat.only_text[:4])} ..."
-        say(f"{chat.template.title}: {those} is not in the vocabulary, so text of messages can imitate it")
-    pieces = cut_into_pieces(sources, piece_bytes)
+    chat = _agree_on_template(world, options, say)
+    if world.rank == 0 and (names := chat.only_text):
+        listed = either(names) if len(names) < 5 else f"{', '.join(names[:4])} ..."
+        say(f"{chat.template.title}: {listed} is not in the vocabulary, so text of messages can imitate it")
+    pieces = cut_into_pieces(sources, options.piece_bytes)
     world.ledger.activity = "tokenizing"
     with ExitStack() as stack:
         stack.callback(chat.template.process.close)
         with world.agreement():
             chat.template.process.start()
-        made = _RowPreparation(kind, chat, out, world.rank, stack)
+        preparation = _RowPreparation(options.kind, chat, out, world.rank, stack)
         with world.agreement():
-            made.add_all(share_of(pieces, world.rank, world.size), report)
-        _report_rows(world, made, say)
-        _require_rows(world, made, paths)
-        header = write_tokens(
-            world, out, made.tokens, chat.tokenizer, ", ".join([*paths, *globs]), report, made.part
-        )
+            preparation.add_all(share_of(pieces, world.rank, world.size), report)
+        _report_rows(world, preparation, say)
+        _require_rows(world, preparation, paths)
+        writer = TokenWriter(world, chat.tokenizer, ", ".join([*paths, *options.globs]), report)
+        header = writer.write(out, preparation.tokens, preparation.part)
     contents = TokenFile(out, "written file").contents
     return Prepared(
         path=out,
@@ -120,8 +121,8 @@ def prepare_rows(
         documents=header.documents,
         tokens=header.tokens,
         vocabulary=header.vocabulary,
-        seconds=time.perf_counter() - begun,
-        kind=kind,
+        seconds=time.perf_counter() - start,
+        kind=options.kind,
         rows=contents.rows,
         learned=contents.learned,
     )
@@ -129,7 +130,7 @@ def prepare_rows(
 
 @dataclass(frozen=True)
 class _ParsedRow:
-    """What a row contains.
+    """Parsed row.
 
     Attributes:
         requests: Its conversations; none if it is left out.
@@ -164,7 +165,7 @@ def _count(counts: Counts, what: str, row: JsonRow) -> None:
 
 
 class _RowPreparation:
-    """What a rank makes of its rows."""
+    """Tokens that a rank makes from its rows, and counts of rows that are left out."""
 
     def __init__(self, kind: str, chat: ChatTokenizer, out: Path, rank: int, stack: ExitStack) -> None:
         self.kind, self.chat = kind, chat
@@ -180,18 +181,22 @@ class _RowPreparation:
 
     @property
     def part(self) -> RowsPart:
-        """What is written of it beside tokens."""
+        """Data that is written besides the tokens."""
         other_keys = self.other_keys if self.kind != CHAT else None
         template = self.chat.template.to_json()
         return RowsPart(self.kind, template, self.rows, self.learned, self.learned_tokens, other_keys)
 
     def add_all(self, pieces: Sequence[TextPiece], report: Report) -> None:
-        """All rows of pieces. HpctrainError with what is wrong with any of them."""
-        with collecting() as complain:
-            for piece in in_progress(pieces, "tokenize", report):
+        """Add all rows of pieces.
+
+        Raises:
+            HpctrainError: With the problems of all rows.
+        """
+        with collect_errors() as complain:
+            for piece in reporting_progress(pieces, "tokenize", report):
                 rows = iter(read_rows(piece, complain))
-                while together := [*islice(rows, _ROWS_TOGETHER)]:
-                    self._add(together, complain)
+                while batch := [*islice(rows, _ROWS_PER_REQUEST)]:
+                    self._add(batch, complain)
         for part in (self.tokens, self.learned, self.other_keys):
             part.finish()
 
@@ -221,7 +226,7 @@ class _RowPreparation:
     def _parsed(self, row: JsonRow) -> _ParsedRow:
         """Parse a row."""
         try:
-            if self.kind == PROMPTS:  # whose other keys belong to the reward
+            if self.kind == PROMPTS:  # rewards use the other keys
                 prompt = prompt_of(row.value)
                 return _ParsedRow([TokenRequest(prompt.asked, prompt=True)], prompt.other_keys)
             keys = row_keys(row.value, answers=self.kind == CHAT)
@@ -237,18 +242,18 @@ class _RowPreparation:
         requests = [TokenRequest(pair.chosen), TokenRequest(pair.rejected)]
         return _ParsedRow(requests, pair.other_keys, ignored=keys.ignored)
 
-    def _add_row(self, row: JsonRow, parsed: _ParsedRow, made: Sequence[ConversationTokens]) -> None:
+    def _add_row(self, row: JsonRow, parsed: _ParsedRow, documents: Sequence[ConversationTokens]) -> None:
         left_out = parsed.left_out
-        if self.kind == CHAT and made and not made[0].learned.any():
+        if self.kind == CHAT and documents and not documents[0].learned.any():
             left_out = SILENT if parsed.requests[0].conversation.silent else UNLEARNED
         if left_out:
             _count(self.left_out, left_out, row)
             return
-        if any(not len(each.ids) for each in made):
+        if any(not len(each.ids) for each in documents):
             raise HpctrainError("is rendered as an empty text by the template")
         for key in parsed.ignored:
             _count(self.ignored, key, row)
-        for document in made:
+        for document in documents:
             self._append(document)
         self.rows += 1
         if parsed.other_keys is not None:
@@ -263,17 +268,16 @@ class _RowPreparation:
         self.learned_tokens += int(document.learned.sum())
 
 
-def _agree_on_template(
-    world: World, tokenizer: str, template: str | None, end_of_document: str | None, say: Say
-) -> ChatTokenizer:
+def _agree_on_template(world: World, options: RowOptions, say: Say) -> ChatTokenizer:
     """Return the tokenizer and the template that rank 0 reads."""
+    tokenizer = options.tokenizer or BYTES
     texts = "", "", ""
     with world.agreement():
         if world.rank == 0:
-            used = read_tokenizer(tokenizer, end_of_document)
+            used = read_tokenizer(tokenizer, options.end_of_document)
             for line in tokenizer_warnings(used, tokenizer):
                 say(line)
-            chosen = ChatTemplate.of(template, tokenizer, used.end_name, used.settings)
+            chosen = ChatTemplate.of(options.template, tokenizer, used.end_name, used.settings)
             try:
                 chosen.process.start()
                 ends = ChatTokenizer(used, chosen).end_of_turn()
@@ -286,14 +290,14 @@ def _agree_on_template(
     return ChatTokenizer(known, ChatTemplate.from_json(chat))
 
 
-def _report_rows(world: World, made: _RowPreparation, say: Say) -> None:
+def _report_rows(world: World, preparation: _RowPreparation, say: Say) -> None:
     """Say which rows of all ranks are left out, and which of their keys have no effect. Collective."""
-    left_out, ignored = _merged(world, made.left_out), _merged(world, made.ignored)
+    left_out, ignored = _merged(world, preparation.left_out), _merged(world, preparation.ignored)
     if world.rank == 0:
         for why, (number, examples) in left_out.items():
-            say(left_out_words(number, examples, NOUNS[made.kind], why))
+            say(left_out_words(number, examples, NOUNS[preparation.kind], why))
         for key, (number, examples) in ignored.items():
-            say(ignored_words(number, examples, NOUNS[made.kind], key))
+            say(ignored_words(number, examples, NOUNS[preparation.kind], key))
 
 
 def _merged(world: World, counts: Counts) -> Counts:
@@ -306,15 +310,15 @@ def _merged(world: World, counts: Counts) -> Counts:
     return merged
 
 
-def _require_rows(world: World, made: _RowPreparation, paths: Sequence[str]) -> None:
-    """HpctrainError where there is nothing, or nothing to learn."""
-    counts = world.everyone.all_gather_object([made.rows, made.learned_tokens])
+def _require_rows(world: World, preparation: _RowPreparation, paths: Sequence[str]) -> None:
+    """Raise HpctrainError on all ranks if there is no row or no learned token. Collective."""
+    counts = world.everyone.all_gather_object([preparation.rows, preparation.learned_tokens])
     rows, learned = (sum(count[i] for count in counts) for i in (0, 1))
     with world.agreement():
-        if rows and (made.kind == PROMPTS or learned):
+        if rows and (preparation.kind == PROMPTS or learned):
             return
         what = {
             CHAT: "no conversation with an assistant message",
             PREFERENCES: "no pair of different answers",
         }
-        raise HpctrainError(f"{', '.join(paths)}: {what.get(made.kind, 'no prompt')} found")
+        raise HpctrainError(f"{', '.join(paths)}: {what.get(preparation.kind, 'no prompt')} found")

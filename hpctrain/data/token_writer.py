@@ -1,10 +1,11 @@
-"""One token file out of every rank's tokens, written by all ranks together.
+"""Writing of token files by all ranks together.
 
-Each rank first keeps its tokens in a TokenPart, a plain file beside the output: a corpus is tokenized once
-and never held in memory. When all counts are known, rank 0 lays the file out in its full size, and every
-rank writes its own range, each call by itself: collective calls would wait forever for a rank whose disk
-fails. Checksums cover pieces of fixed size, whoever wrote them, so that the file does not depend
-on the number of ranks; the CRCs of the parts of a piece are combined.
+Each rank first stores its tokens in a TokenPart, a temporary file, so text is tokenized once and the corpus
+is never in memory. When all counts are known, rank 0 creates the file in its full size, and every rank writes
+its own range. The calls are not collective, since collective ones would hang if the disk of one rank failed.
+
+Checksums belong to pieces of fixed size, whichever rank wrote them, so the file does not depend on the number
+of ranks. The CRCs of the parts of a piece are combined.
 """
 
 from __future__ import annotations
@@ -46,13 +47,23 @@ SOURCE_LENGTH = 1000
 Part = TokenPart | TokenSlice
 """Tokens of one rank."""
 
-# What is going on, how much of it is done, how much there is (bytes or tokens).
 Report = Callable[[str, int, int], None]
+"""Function that shows progress: name of the activity, completed amount and total (bytes or tokens)."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Range of a dataset of `size` elements that this rank writes: `count` elements from `start` on."""
+    """Range of a dataset that this rank writes.
+
+    Attributes:
+        name: Name of the dataset.
+        dtype: Type of the elements.
+        size: Number of elements of the dataset.
+        start: First element of the range.
+        count: Number of elements of the range.
+        read: Function that returns elements of the range, from their first index and their number.
+        attributes: Attributes of the dataset.
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -64,19 +75,26 @@ class Range:
 
     @staticmethod
     def of(name: str, size: int, start: int, values: npt.NDArray[Any]) -> Range:
-        """A range that lies in memory."""
+        """Return the range of values in memory."""
         return Range(name, values.dtype, size, start, values.size, lambda at, n: values[at : at + n])
 
     @property
     def call_elements(self) -> int:
-        """Elements that one call writes."""
+        """Number of elements that one call writes."""
         return CALL_BYTES // self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class RowsPart:
-    """What a rank has, beside tokens, of a file that is not of text: whether each is learned, and of
-    preferences and prompts what else their rows have, whose ends are those of documents.
+    """One rank's data besides tokens, for a file of conversations, preferences or prompts.
+
+    Attributes:
+        kind: Kind of the contents.
+        template: The chat template as JSON.
+        rows: Number of rows.
+        learned: 1 for each learned token, else 0.
+        learned_tokens: Number of learned tokens.
+        other_keys: Bytes of the other keys of rows, where each document is a row; None if there are none.
     """
 
     kind: str
@@ -87,67 +105,120 @@ class RowsPart:
     other_keys: TokenPart | None
 
 
-def write_tokens(
-    world: World,
-    out: Path,
-    part: TokenPart,
-    tokenizer: Tokenizer,
-    source: str,
-    report: Report,
-    rows: RowsPart | None = None,
-) -> Header:
-    """Make the token file `out` of all ranks' parts, in the order of the ranks; as `write_files`."""
+class TokenWriter:
+    """Writer of token files from the tokens of all ranks."""
 
-    def place(temporary: Sequence[Path], paths: Sequence[Path]) -> None:
-        temporary[0].replace(paths[0])
-        flush_to_disk(out.parent)
+    def __init__(self, world: World, tokenizer: Tokenizer, source: str, report: Report) -> None:
+        """Prepare to write.
 
-    [header] = write_files(world, [out], [part], tokenizer, source, report, place, rows)
-    return header
+        Args:
+            world: The world. All methods are collective.
+            tokenizer: Tokenizer of the tokens.
+            source: Description of the input, which the file stores.
+            report: Function that shows progress.
+        """
+        self.world, self.tokenizer, self.source, self.report = world, tokenizer, source, report
 
+    def write(self, out: Path, part: TokenPart, rows: RowsPart | None = None) -> Header:
+        """Write the token file `out`; other arguments and errors as for `write_files`."""
 
-def write_files(
-    world: World,
-    outs: Sequence[Path],
-    parts: Sequence[Part],
-    tokenizer: Tokenizer,
-    source: str,
-    report: Report,
-    place: Callable[[Sequence[Path], Sequence[Path]], None],
-    rows: RowsPart | None = None,
-) -> list[Header]:
-    """Make the token files `outs`, each of one of `parts` of every rank, in the order of the ranks.
+        def place(temporary: Sequence[Path], paths: Sequence[Path]) -> None:
+            temporary[0].replace(paths[0])
+            flush_to_disk(out.parent)
 
-    They are written under temporary names, synced, read back against their checksums, and get their names by
-    `place` on rank 0. Collective. HpctrainError where no rank has a token, InputOutputError where one cannot
-    be written; both the same on all ranks.
-    """
-    world.ledger.activity = "writing the token file"
-    made = [out.with_name(f".{out.name}.partial") for out in outs]
-    headers: list[Header] = []
-    try:
-        for temporary, out, part in zip(made, outs, parts, strict=True):
-            with with_final_name(temporary, out):
-                headers.append(_write(world, temporary, part, tokenizer, source, report, rows))
-                with world.agreement():
-                    if world.local_rank == 0:
-                        flush_to_disk(temporary)
-                with world.agreement():
-                    TokenFile(temporary, "written file").verify(world.rank, world.size)
-        with with_final_name(made[0], outs[0]), world.agreement():
-            if world.rank == 0:
-                place(made, outs)
-    finally:
-        for temporary in made if world.rank == 0 else ():
-            with suppress(OSError):
-                temporary.unlink()
-    return headers
+        [header] = self.write_files([out], [part], place, rows)
+        return header
+
+    def write_files(
+        self,
+        outs: Sequence[Path],
+        parts: Sequence[Part],
+        place: Callable[[Sequence[Path], Sequence[Path]], None],
+        rows: RowsPart | None = None,
+    ) -> list[Header]:
+        """Write token files and return their headers.
+
+        Files are written under temporary names, flushed to disk, and read back to compare their checksums.
+
+        Args:
+            outs: The token files.
+            parts: This rank's tokens in each file. A file has those of all ranks, in their order.
+            place: Function that renames the files on rank 0, from their temporary and their final paths.
+            rows: Data besides tokens; None for text.
+
+        Raises:
+            HpctrainError: On all ranks if there are no tokens.
+            InputOutputError: On all ranks if a file cannot be written.
+        """
+        world = self.world
+        world.ledger.activity = "writing the token file"
+        partial = [out.with_name(f".{out.name}.partial") for out in outs]
+        headers: list[Header] = []
+        try:
+            for temporary, out, part in zip(partial, outs, parts, strict=True):
+                with with_final_name(temporary, out):
+                    headers.append(self._write(temporary, part, rows))
+                    with world.agreement():
+                        if world.local_rank == 0:
+                            flush_to_disk(temporary)
+                    with world.agreement():
+                        TokenFile(temporary, "written file").verify(world.rank, world.size)
+            with with_final_name(partial[0], outs[0]), world.agreement():
+                if world.rank == 0:
+                    place(partial, outs)
+        finally:
+            for temporary in partial if world.rank == 0 else ():
+                with suppress(OSError):
+                    temporary.unlink()
+        return headers
+
+    def _write(self, path: Path, part: Part, rows: RowsPart | None) -> Header:
+        """Write a complete file, but do not flush or rename it. Collective."""
+        world, tokenizer = self.world, self.tokenizer
+        counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
+        tokens, documents = (sum(count[i] for count in counts) for i in (0, 1))
+        with world.agreement():
+            if not tokens:
+                raise HpctrainError(f"{self.source}: no text found")
+            needed = tokens * (part.dtype.itemsize + (rows is not None)) + documents * ENDS.itemsize
+            free = shutil.disk_usage(path.parent).free
+            if free < needed:
+                raise InputOutputError(
+                    f"{path.parent}: the token file requires {needed} bytes, but {free} are free"
+                )
+        pieces = _pieces(world, "tokens", "checksums", part)
+        ends, ends_checksum = _ends(world, "document_ends", part)
+        text, tokenizer_checksum = _text(world, "tokenizer", tokenizer.text)
+        settings, settings_checksum = _text(world, SETTINGS, tokenizer.settings.to_json())
+        settings = replace(settings, attributes={"crc32": np.uint32(settings_checksum)})
+        header = Header(
+            vocabulary=tokenizer.vocabulary,
+            end_of_document=tokenizer.end_of_document,
+            tokens=tokens,
+            documents=documents,
+            piece=PIECE_TOKENS,
+            document_ends_checksum=ends_checksum,
+            tokenizer_checksum=tokenizer_checksum,
+            source=self.source.encode("utf-8", "replace").decode()[:SOURCE_LENGTH],
+            package=hpctrain.__version__,
+        )
+        contents, more = Contents(), list[Range]()
+        if rows is not None:
+            contents, more = _rows(world, rows)
+        ranges = [text, settings, pieces[0], ends, pieces[1], *more]
+        _write_file(world, path, header.attributes(contents), ranges, self.report)
+        return header
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two byte strings end to end from theirs; `length` is the second one's.
+    """Return the CRC-32 of two concatenated byte strings.
 
-    CRC-32 is affine: what the first string adds to the result is what it adds before `length` zeros.
+    CRC-32 is affine: the first string changes the result as it would if `length` zeros followed it.
+
+    Args:
+        first: CRC-32 of the first string.
+        second: CRC-32 of the second string.
+        length: Length of the second string in bytes.
     """
     with_first, without = first, 0
     while length:
@@ -157,53 +228,8 @@ def combine(first: int, second: int, length: int) -> int:
     return with_first ^ without ^ second
 
 
-def _write(
-    world: World,
-    path: Path,
-    part: Part,
-    tokenizer: Tokenizer,
-    source: str,
-    report: Report,
-    rows: RowsPart | None,
-) -> Header:
-    """Write everything, but do not sync or rename the file."""
-    counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
-    tokens, documents = (sum(count[i] for count in counts) for i in (0, 1))
-    with world.agreement():
-        if not tokens:
-            raise HpctrainError(f"{source}: no text found")
-        needed = tokens * (part.dtype.itemsize + (rows is not None)) + documents * ENDS.itemsize
-        free = shutil.disk_usage(path.parent).free
-        if free < needed:
-            raise InputOutputError(
-                f"{path.parent}: the token file requires {needed} bytes, but {free} are free"
-            )
-    pieces = _pieces(world, "tokens", "checksums", part)
-    ends, ends_checksum = _ends(world, "document_ends", part)
-    text, tokenizer_checksum = _text(world, "tokenizer", tokenizer.text)
-    settings, settings_checksum = _text(world, SETTINGS, tokenizer.settings.to_json())
-    settings = replace(settings, attributes={"crc32": np.uint32(settings_checksum)})
-    header = Header(
-        vocabulary=tokenizer.vocabulary,
-        end_of_document=tokenizer.end_of_document,
-        tokens=tokens,
-        documents=documents,
-        piece=PIECE_TOKENS,
-        document_ends_checksum=ends_checksum,
-        tokenizer_checksum=tokenizer_checksum,
-        source=source.encode("utf-8", "replace").decode()[:SOURCE_LENGTH],
-        package=hpctrain.__version__,
-    )
-    contents, more = Contents(), list[Range]()
-    if rows is not None:
-        contents, more = _rows(world, rows)
-    ranges = [text, settings, pieces[0], ends, pieces[1], *more]
-    _write_file(world, path, header.attributes(contents), ranges, report)
-    return header
-
-
 def _rows(world: World, rows: RowsPart) -> tuple[Contents, list[Range]]:
-    """Return what is written besides text. Collective."""
+    """Return the description of the rows and the ranges of their data. Collective."""
     counts = world.everyone.all_gather_object([rows.rows, rows.learned_tokens])
     template, template_checksum = _text(world, "template", rows.template)
     ranges = [template, *_pieces(world, "learned", "learned_checksums", rows.learned)]
@@ -218,7 +244,7 @@ def _rows(world: World, rows: RowsPart) -> tuple[Contents, list[Range]]:
 
 
 def _text(world: World, name: str, text: str) -> tuple[Range, int]:
-    """A text, which rank 0 writes, and its checksum."""
+    """Return the range of a text, which rank 0 writes, and its checksum."""
     values = np.frombuffer(text.encode("utf-8"), TEXT)
     return Range.of(name, values.size, 0, values if world.rank == 0 else values[:0]), zlib.crc32(values.data)
 
@@ -234,7 +260,7 @@ def _ends(world: World, name: str, part: Part) -> tuple[Range, int]:
 
 
 def _pieces(world: World, name: str, checksums_name: str, part: Part) -> tuple[Range, Range]:
-    """The checksums of all ranks' parts, and the parts. Collective."""
+    """Return this rank's ranges of the checksums of pieces, and of the elements. Collective."""
     counts = world.everyone.all_gather_object(part.tokens)
     start, total, segments = sum(counts[: world.rank]), sum(counts), list[list[int]]()
     with world.agreement():
@@ -248,7 +274,7 @@ def _pieces(world: World, name: str, checksums_name: str, part: Part) -> tuple[R
 
 
 def _segments(part: Part, start: int) -> list[list[int]]:
-    """[piece, CRC-32, bytes] of this rank's part of each piece that it has tokens of."""
+    """Return [piece, CRC-32, bytes] of this rank's part of each piece in which it has elements."""
     segments = []
     at, end = start, start + part.tokens
     while at < end:
@@ -262,27 +288,34 @@ def _segments(part: Part, start: int) -> list[list[int]]:
 def _checksums(
     segments: list[list[int]], firsts: Sequence[list[list[int]]], start: int, rank: int
 ) -> npt.NDArray[Any]:
-    """The checksums of the pieces that begin on this rank; `firsts` has every rank's first segment."""
-    mine = segments[1:] if segments and start % PIECE_TOKENS else segments
-    for other in firsts[rank + 1 :]:
-        for piece, crc, length in other:
-            if mine and piece == mine[-1][0]:
-                mine = [*mine[:-1], [piece, combine(mine[-1][1], crc, length), 0]]
-    return np.array([crc for _, crc, _ in mine], dtype=CHECKSUM)
+    """Return the checksums of the pieces that begin on this rank, [pieces].
+
+    Args:
+        segments: Result of `_segments` of this rank.
+        firsts: First segment of every rank, in a list that is empty if the rank has none.
+        start: Position of this rank's first element.
+        rank: This rank.
+    """
+    pieces = segments[1:] if segments and start % PIECE_TOKENS else segments
+    for following in firsts[rank + 1 :]:
+        for piece, crc, length in following:
+            if pieces and piece == pieces[-1][0]:
+                pieces = [*pieces[:-1], [piece, combine(pieces[-1][1], crc, length), 0]]
+    return np.array([crc for _, crc, _ in pieces], dtype=CHECKSUM)
 
 
 def _write_file(
     world: World, path: Path, attributes: dict[str, Any], ranges: Sequence[Range], report: Report
 ) -> None:
-    """Lay the file out on rank 0, and fill its datasets on all ranks; collective."""
+    """Create the file on rank 0, and write its datasets on all ranks. Collective."""
     failures: list[Exception] = []
-    with world.agreement(), _failing(path):
+    with world.agreement(), _naming_the_file(path):
         if world.rank == 0:
-            _lay_out(path, attributes, ranges)
-    # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
-    with world.agreement(), _failing(path), descriptor_of(path, os.O_RDWR):
+            _create_file(path, attributes, ranges)
+    # If a rank does not see the file, the folder is not shared, and opening the file together would hang.
+    with world.agreement(), _naming_the_file(path), descriptor_of(path, os.O_RDWR):
         pass
-    with world.agreement(), _failing(path):
+    with world.agreement(), _naming_the_file(path):
         with open_on_all_ranks(path, world.everyone) as file:
             try:
                 for piece in ranges:
@@ -294,7 +327,7 @@ def _write_file(
 
 
 @contextmanager
-def _failing(path: Path) -> Iterator[None]:
+def _naming_the_file(path: Path) -> Iterator[None]:
     """Raise errors of the system and of HDF5 inside as an InputOutputError that names the file."""
     try:
         yield
@@ -302,19 +335,19 @@ def _failing(path: Path) -> Iterator[None]:
         raise InputOutputError(f"{path}: the token file cannot be written ({error_reason(error)})") from None
 
 
-def _lay_out(path: Path, attributes: dict[str, Any], ranges: Sequence[Range]) -> None:
-    """Make the file with all its datasets, without their elements; on one rank."""
-    # The newer format has checksums on HDF5's own structures too.
+def _create_file(path: Path, attributes: dict[str, Any], ranges: Sequence[Range]) -> None:
+    """Create the file with all its datasets, without their elements. Local."""
+    # The newer format also has checksums of HDF5's own structures.
     with open_for_writing(path, "w", libver=("v108", "v110")) as file:
         for name, value in attributes.items():
             file.attrs[name] = value
         for piece in ranges:
-            _create(file, piece)
+            _create_dataset(file, piece)
             file[piece.name].attrs.update(piece.attributes)
 
 
-def _create(file: h5py.File, piece: Range) -> None:
-    """Make a contiguous dataset with all its space, never filled."""
+def _create_dataset(file: h5py.File, piece: Range) -> None:
+    """Create a contiguous dataset with all its space, without filling it."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -325,7 +358,7 @@ def _create(file: h5py.File, piece: Range) -> None:
 
 
 def _fill(dataset: h5py.h5d.DatasetID, piece: Range, report: Report) -> None:
-    """Write this rank's range, each call by itself."""
+    """Write this rank's range, with independent calls."""
     calls = -(-piece.count // piece.call_elements)
     space = dataset.get_space()
     for call in range(calls):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
+from tests.data.preparing import prepare
 from tests.engines import DECK
 
 

@@ -28,10 +28,10 @@ from hpctrain.bench.rate_range import (
 )
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
-from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.errors import HpctrainError
 from hpctrain.report.rate import picture
+from tests.data.preparing import prepare
 from tests.engines import reference, small_deck, trainer
 
 SGD = ("optimizer.name=sgd", "optimizer.sgd.momentum=0", "optimizer.weight_decay=0", "optimizer.clip=1e9")

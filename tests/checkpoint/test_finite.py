@@ -13,10 +13,10 @@ from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.finite import NonFiniteWeight, nonfinite_element, nonfinite_weight
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import EXIT_INPUT_OUTPUT, InputOutputError
 from hpctrain.parallel.shards import Shard
 from hpctrain.train.run import run_deck
+from tests.data.preparing import prepare
 from tests.model.test_against_transformers import llama_reference
 
 DECK = """

@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.cli.generate import Output
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.train.run import open_run
+from tests.data.preparing import prepare
 from tests.engines import small_deck
 from tests.launch import clean_environment
 from tests.warm import Server

@@ -11,9 +11,9 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SplitSequences
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
+from tests.data.preparing import prepare
 
 TEXT = bytes(range(32, 127)) * 3  # 285 bytes and an end of document
 TOKENS = torch.tensor([*TEXT, 256])

@@ -21,7 +21,6 @@ from hpctrain.comm.world import World
 from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import BUILT_IN, ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
-from hpctrain.data.prepare import prepare
 from hpctrain.data.text_bytes import token_bytes
 from hpctrain.data.tokenizer import Tokenizer, load_library
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
@@ -30,6 +29,7 @@ from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
 from tests.data.chats import bpe, talk
+from tests.data.preparing import prepare
 
 LETTERS = "\u2581abcdefghijklmnopqrstuvwxyz<>/"
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -22,14 +22,13 @@ from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.order import PairedOrder
 from hpctrain.data.packing import Packing
-from hpctrain.data.prepare import prepare
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.token_files import TokenFiles, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from tests.data.chats import talk, write_rows
+from tests.data.preparing import prepare, prepare_rows
 from tests.deck.small_text import SMALL
 from tests.engines import small_deck
 

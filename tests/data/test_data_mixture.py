@@ -22,9 +22,9 @@ from hpctrain.data.data_mixture import (
 )
 from hpctrain.data.deck_tokens import open_entries
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
+from tests.data.preparing import prepare
 from tests.deck.small_text import SMALL
 
 SIZES = {"a": 700, "b": 300, "c": 90}

@@ -14,9 +14,9 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SplitSequences
 from hpctrain.data.data_checks import token_problems
 from hpctrain.data.documents import Documents, DocumentSpan
-from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.data.tokens import TokenFile
+from tests.data.preparing import prepare
 from tests.engines import small_deck
 
 END = 9

@@ -10,13 +10,13 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import open_corpus
 from hpctrain.data.held_out import HeldOut, open_held_out
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import bytes_json
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.rows import place_and_message
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.deck_references import reference_problems
+from tests.data.preparing import prepare
 from tests.deck.small_text import SMALL
 
 TEXT = "a text of ninety bytes, or nearly so many of them; none that matters to anybody at all: the end."

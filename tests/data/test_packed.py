@@ -11,9 +11,9 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.data.packed import DamagedError, open_packed, plain_name, table_texts
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
+from tests.data.preparing import prepare
 
 TEXTS = [f"document {n} é\n" * (n % 7) for n in range(600)]
 

@@ -20,13 +20,12 @@ from hpctrain.data.chat_rows import Conversation, conversation_of, preference_of
 from hpctrain.data.chat_template import CHATML, ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
 from hpctrain.data.file_contents import Contents
-from hpctrain.data.prepare import prepare
-from hpctrain.data.prepare_any import made_text, prepare_any
-from hpctrain.data.prepare_rows import prepare_rows
+from hpctrain.data.prepare_any import prepare_any, result_text
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
 from tests.data.chats import bpe, talk, write_rows
+from tests.data.preparing import prepare, prepare_rows
 
 CHATS = [{"messages": talk(f"hello {n}" * (n % 5 + 1), f"four {n}", "and?", "the end")} for n in range(40)]
 PAIRS = [{"prompt": f"p {n}", "chosen": f"good {n}", "rejected": "bad", "margin": n} for n in range(40)]
@@ -105,7 +104,7 @@ def said_of(world: World, out: Path, source: str, **choices: Any) -> list[str]:
     made = prepare_any(
         world.single_rank_world(), out, [source], {**usual, **choices}, said.append, lambda *_: None
     )
-    return [*said, made_text(made)]
+    return [*said, result_text(made)]
 
 
 def test_what_is_said(world: World, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import Prepared, prepare
+from hpctrain.data.prepare_options import Prepared
 from hpctrain.data.token_files import TokenFiles, Tokens, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
+from tests.data.preparing import prepare
 
 LINES = [f"document {number} " + "x" * (number * 7 % 60) for number in range(200)]
 
@@ -87,7 +88,8 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from hpctrain.comm.world import World
-from hpctrain.data import prepare
+from hpctrain.data import prepare_text
+from hpctrain.data.prepare_options import TextOptions
 kind, number = sys.argv[1], int(sys.argv[2])
 world = World.start("cpu")  # removes what dead jobs of this machine have left
 calls = []
@@ -99,16 +101,17 @@ def ending(function, counts=lambda *_: True):
         return function(*arguments, **named)
     return call
 if kind == "piece":
-    prepare.read_piece = ending(prepare.read_piece)
+    prepare_text.read_piece = ending(prepare_text.read_piece)
 elif kind == "written":
-    from hpctrain.data import token_writer
-    token_writer._write = ending(token_writer._write)
+    from hpctrain.data.token_writer import TokenWriter
+    TokenWriter._write = ending(TokenWriter._write)
 elif kind == "named":
     Path.replace = ending(Path.replace)
 elif kind == "removed":
     Path.unlink = ending(Path.unlink, lambda path, *_: path.name.endswith('.naming'))
 names = ["a.jsonl", "b.txt", "c.jsonl"]
-prepare.prepare(world, Path("out.h5"), names, piece_bytes=300, shard_bytes=2402, say=print)
+options = TextOptions(piece_bytes=300, shard_bytes=2402)
+prepare_text.prepare_text(world, Path("out.h5"), names, options, print, lambda *_: None)
 """
 
 

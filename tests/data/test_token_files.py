@@ -12,11 +12,11 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.deck_tokens import open_entries, vocabulary_of
-from hpctrain.data.prepare import prepare
 from hpctrain.data.token_files import TokenFiles, open_tokens, token_paths
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
+from tests.data.preparing import prepare
 from tests.deck.small_text import SMALL
 
 TEXTS = {"a": "one\n", "b": "the second text, a longer one", "c": "3"}

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data import prepare as preparation
-from hpctrain.data.prepare import prepare
+from hpctrain.data import prepare_text as preparation
 from hpctrain.data.token_part import TokenPart, part_path, remove_stale_files
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
+from tests.data.preparing import prepare
 
 BYTES = Tokenizer("bytes")
 
@@ -163,15 +163,17 @@ def test_a_killed_process_leaves_no_output(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 from hpctrain.comm.world import World
-from hpctrain.data import prepare
-read, begun = prepare.read_piece, []
+from hpctrain.data import prepare_text
+from hpctrain.data.prepare_options import TextOptions
+read, begun = prepare_text.read_piece, []
 def ending(*arguments):
     begun.append(1)
     if len(begun) == 3 and "die" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
     return read(*arguments)
-prepare.read_piece = ending
-prepare.prepare(World.start("cpu"), Path("out.h5"), ["a.txt"], piece_bytes=1000, say=print)
+prepare_text.read_piece = ending
+options = TextOptions(piece_bytes=1000)
+prepare_text.prepare_text(World.start("cpu"), Path("out.h5"), ["a.txt"], options, print, lambda *_: None)
 """
     run = [sys.executable, "-c", program]
     assert subprocess.run([*run, "die"], cwd=tmp_path, check=False).returncode == -9

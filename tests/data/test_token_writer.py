@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.data import token_writer
-from hpctrain.data.token_writer import TokenPart, combine, write_tokens
+from hpctrain.data.token_writer import TokenPart, TokenWriter, combine
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -78,7 +78,7 @@ def test_uneven_and_empty_parts(
     mine = counts[world.rank] if world.rank < len(counts) else 0
     with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
         fill(part, world.rank, mine)
-        write_tokens(world, mpi_tmp_path / "out.h5", part, tokenizer, "test", lambda *_: None)
+        TokenWriter(world, tokenizer, "test", lambda *_: None).write(mpi_tmp_path / "out.h5", part)
     expected = [[*ids_of(rank, count), 256] for rank, count in enumerate(counts) if count]
     file = TokenFile(mpi_tmp_path / "out.h5")
     file.verify()
@@ -109,7 +109,7 @@ def test_an_error_of_one_rank_is_everyones(
         if world.rank == world.size - 1:
             monkeypatch.setattr(part, "read", fail)
         with pytest.raises(InputOutputError, match=r"cannot be written \(the disk is gone\)"):
-            write_tokens(world, mpi_tmp_path / "out.h5", part, tokenizer, "test", lambda *_: None)
+            TokenWriter(world, tokenizer, "test", lambda *_: None).write(mpi_tmp_path / "out.h5", part)
     world.everyone.barrier()
     assert [path.name for path in mpi_tmp_path.iterdir()] == ["out.h5"]
     assert (mpi_tmp_path / "out.h5").stat().st_size == 0  # what was there is what it was
@@ -126,4 +126,4 @@ def test_a_full_disk_is_said_beforehand(
         with pytest.raises(
             InputOutputError, match=f"the token file requires {18 * world.size} bytes, but 1 are free"
         ):
-            write_tokens(world, mpi_tmp_path / "out.h5", part, tokenizer, "test", lambda *_: None)
+            TokenWriter(world, tokenizer, "test", lambda *_: None).write(mpi_tmp_path / "out.h5", part)

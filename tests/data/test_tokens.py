@@ -20,10 +20,10 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data import token_writer
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile, token_type
 from hpctrain.errors import InputOutputError
 from hpctrain.host.memory import resident_bytes
+from tests.data.preparing import prepare
 
 WORDS = [b"hello ", b"\xef\xbf\xbd\x01 world", "é".encode() * 20]
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, MicroBatch
 from hpctrain.data.conversations import PreferenceSource
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.reward import PairwiseReward, answer_ends
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.scalar_head import ScalarHead
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 from tests.engines import alone
 
 LENGTH, HIDDEN = 6, 4

@@ -10,11 +10,11 @@ import pytest
 
 from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.status import stored_status
+from tests.data.preparing import prepare
 from tests.train.test_run import DECK
 
 

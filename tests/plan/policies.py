@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 
 COPYING = """
 [run]

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.train.run import run_deck
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 
 LETTERS, LENGTH = "abcdef", 3
 

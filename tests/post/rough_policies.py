@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import open_corpus, resolve_vocabulary
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import CRITIC
@@ -31,6 +30,7 @@ from hpctrain.train.hook import Hook
 from hpctrain.train.layout_verification import NOISE_STD, _pieces
 from hpctrain.train.trainer import TrainerParts
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 
 DECK = """
 [run]

@@ -15,11 +15,11 @@ import pytest
 from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.comm.world import World
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError
 from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 from tests.post.policies import policy, write_deck, write_prompts
 from tests.post.test_policy import rows_of
 

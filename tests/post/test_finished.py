@@ -18,7 +18,6 @@ from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.convert import export_model
 from hpctrain.checkpoint.tensor_differences import compare as compare_tensors
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.generation_model import load
 from hpctrain.post.policy_trainer import make_trainer
@@ -30,6 +29,7 @@ from hpctrain.train.evaluate import evaluate
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.run_comparison import compare
+from tests.data.preparing import prepare
 from tests.plan.policies import prepare_copying
 
 LONG = ("run.steps=4", "checkpoint.every=2", "run.evaluate_every=4")

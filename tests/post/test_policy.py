@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.policy_trainer import make_trainer
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 from tests.post.policies import half_right, policy, write_deck, write_prompts
 
 UNLIKE = ("seconds", "tokens_per_s", "mfu", "peak_rss_bytes", "payload_bytes")

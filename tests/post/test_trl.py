@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.train.run import run_deck
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 from tests.launch import clean_environment
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
 from hpctrain.report.inspect import InspectOptions, inspect
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import ReadBatches, Step, TrainState
+from tests.data.preparing import prepare
 from tests.train.poisoned import Poison
 
 BATCH = 8

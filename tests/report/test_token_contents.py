@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.inspect import InspectOptions, inspect
 from tests.data.chats import talk, write_rows
+from tests.data.preparing import prepare, prepare_rows
 
 
 def told(world: World, path: Path, **wish: bool) -> str:

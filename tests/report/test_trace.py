@@ -17,7 +17,6 @@ from hpctrain.cli.plot import command as plot
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.timeline import EVALUATION, SCHEDULE, Timeline, TimelineSpan
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate_schedule
@@ -28,6 +27,7 @@ from hpctrain.report.plots import plot_runs
 from hpctrain.report.recorded import RecordedStep, read_trace
 from hpctrain.report.trace import lanes, write_trace
 from hpctrain.train.run import run_deck
+from tests.data.preparing import prepare
 
 DECK = """
 [run]

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import ReadBatches, Step, StepResult, TrainState
 from hpctrain.train.trainer import Trainer
+from tests.data.preparing import prepare
 
 BATCH = 16
 SKIP = ("stability.spike=skip", "stability.spike_window=16", "stability.spike_factor=8.0")

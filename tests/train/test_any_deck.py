@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.deck_references import reference_problems
 from hpctrain.train.run import run_deck
+from tests.data.preparing import prepare
 from tests.deck.small_deck import small_decks
 
 MANY = settings(

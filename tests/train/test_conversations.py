@@ -18,7 +18,6 @@ from hpctrain.bench.peers.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import open_corpus, resolve_vocabulary
 from hpctrain.data.held_out import open_held_out
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
@@ -29,6 +28,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.train.layout_verification import NOISE_STD, _pieces
 from hpctrain.train.trainer import Trainer
 from tests.data.chats import talk, write_rows
+from tests.data.preparing import prepare_rows
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import FAMILIES, Gradients
 

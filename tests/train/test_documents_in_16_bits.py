@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.replay import ROUNDING, replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.run_comparison import compare
+from tests.data.preparing import prepare
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import KEYS, Gradients, expected, make_trainer
 

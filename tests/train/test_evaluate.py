@@ -16,13 +16,13 @@ from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.cli.evaluate import command
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as module
 from hpctrain.train import inference_engine
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import run_deck
+from tests.data.preparing import prepare
 from tests.generate.test_text_model import MIXTURE, make_checkpoint
 from tests.train.test_evaluation import write_deck
 

@@ -19,7 +19,6 @@ from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.held_out import HeldOut
-from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.model.part import logits_of
@@ -28,6 +27,7 @@ from hpctrain.train import checkpoints, watchers
 from hpctrain.train.best import BestSoFar
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.statuses import read_status, statuses_text
+from tests.data.preparing import prepare
 from tests.engines import by_rank_0, reference, small_deck, trainer
 
 SEQUENCES = 7  # odd, and less than a micro-batch for every rank

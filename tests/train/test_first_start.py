@@ -14,8 +14,6 @@ import pytest
 
 from hpctrain.checkpoint.mirror_folder import new_token, write_token
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.policy_trainer import make_trainer
@@ -29,6 +27,7 @@ from hpctrain.watch.folder import (
 )
 from hpctrain.watch.run_files import names_of_a_run
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare, prepare_rows
 
 DECK = """
 [run]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.schema import Deck
 from hpctrain.model.count import count
+from tests.data.preparing import prepare
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 FP32 = 4

@@ -19,7 +19,6 @@ from hpctrain.bench.peers.mixtral import mixtral
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.conversations import ConversationSource
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
@@ -32,6 +31,7 @@ from hpctrain.train.routing_file import RoutingFile
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import StepResult
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 from tests.engines import DECK, LLAMA, Trainer, small_deck
 from tests.train.test_mixture_layouts import KEYS, MODELS
 

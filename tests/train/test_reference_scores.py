@@ -20,8 +20,6 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.order import Integers, SampleOrder
-from hpctrain.data.prepare import prepare
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
@@ -32,6 +30,7 @@ from hpctrain.train.reference_scores import bring_references, with_reference
 from hpctrain.train.replay import engine_of
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare, prepare_rows
 from tests.engines import LLAMA, Trainer, by_rank_0, small_deck, trainer
 
 PAIRS = 12

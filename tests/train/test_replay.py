@@ -16,12 +16,12 @@ import pytest
 from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import replay as module
 from hpctrain.train.replay import difference, judge, replay
 from hpctrain.train.run import resume, run_deck
+from tests.data.preparing import prepare
 from tests.train.test_run import DECK
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.generation_model import load
 from hpctrain.generate.model_loading import load_model
@@ -24,6 +22,7 @@ from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare, prepare_rows
 
 DECK = """
 [run]

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.newest import find_checkpoint
+from tests.data.preparing import prepare
 
 DECK = """
 [run]

@@ -15,7 +15,6 @@ import pytest
 from hpctrain.checkpoint.exchange.source_fingerprint import source_fingerprint
 from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.fault_checks.spikes import Spike
 from hpctrain.report.metric_rows import read_metrics
@@ -25,6 +24,7 @@ from hpctrain.train.run import resume, run_deck
 from hpctrain.train.run_comparison import compare
 from hpctrain.train.trainer import Trainer
 from tests.data.chats import write_rows
+from tests.data.preparing import prepare_rows
 from tests.post import policies
 from tests.train.planted import flip, found
 from tests.train.poisoned import BACK, Poison, make_deck, train

@@ -16,12 +16,12 @@ import torch
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.generate.generation_model import load
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.step import Step, TrainState
+from tests.data.preparing import prepare
 from tests.engines import small_deck, trainer
 
 DECK = """

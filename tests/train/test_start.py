@@ -17,7 +17,6 @@ from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.checkpoint.save import save
 from hpctrain.checkpoint.state_entries import master_entries
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
@@ -30,6 +29,7 @@ from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source
 from tests.checkpoint.exchange.test_prediction_modules import save_with_modules
+from tests.data.preparing import prepare
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
 from tests.train.test_run import contents, write_deck
 

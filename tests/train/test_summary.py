@@ -9,9 +9,9 @@ import pytest
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import open_corpus
-from hpctrain.data.prepare import prepare
 from hpctrain.train.step import TrainState
 from hpctrain.train.summary import decay_ended, introduction
+from tests.data.preparing import prepare
 from tests.engines import small_deck, trainer
 
 

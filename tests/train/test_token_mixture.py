@@ -11,11 +11,11 @@ import pytest
 
 from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
+from tests.data.preparing import prepare
 
 DECK = """
 [run]

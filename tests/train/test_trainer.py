@@ -15,9 +15,9 @@ import torch
 from hpctrain.comm.hangs.watchdog import Watchdog
 from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
+from tests.data.preparing import prepare
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.model.test_against_transformers import llama_reference
 

@@ -18,8 +18,8 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.prepare import prepare
 from hpctrain.train.run import run_deck
+from tests.data.preparing import prepare
 from tests.model.test_against_transformers import gpt2_names, gpt2_reference, llama_names, llama_reference
 
 STEPS, BATCH, SEQUENCE, SEED = 20, 6, 24, 7

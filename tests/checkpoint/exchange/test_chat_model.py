@@ -24,8 +24,6 @@ from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
 from hpctrain.comm.world import World
 from hpctrain.data.chat_template import LLAMA3, ChatTemplate
-from hpctrain.data.prepare import prepare
-from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
@@ -35,6 +33,7 @@ from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import Sampling
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import talk, write_rows
+from tests.data.preparing import prepare, prepare_rows
 
 transformers = pytest.importorskip("transformers")
 

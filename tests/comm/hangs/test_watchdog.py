@@ -34,7 +34,7 @@ from hpctrain.comm.hangs.hang_report import (
 from hpctrain.comm.hangs.watchdog import REPORT_REQUEST, Watchdog
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
+from tests.data.preparing import prepare
 from tests.small_work import write_small_work
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

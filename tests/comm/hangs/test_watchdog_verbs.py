@@ -11,9 +11,9 @@ import pytest
 
 from hpctrain.comm.hangs.hang_settings import HANG_SECONDS_VARIABLE, default_seconds
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.train.run import run_deck
+from tests.data.preparing import prepare
 from tests.small_work import write_small_work
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -87,7 +87,7 @@ PLACES = {
         ("generate", CHECKPOINT, "--prompt", "hello", "--tokens", "4"),
     ),
     "prepare": (
-        "hpctrain.data.prepare:examine",
+        "hpctrain.data.prepare_text:examine",
         "examining the text files",
         ("prepare", "other.h5", "text.txt"),
     ),

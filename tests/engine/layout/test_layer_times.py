@@ -13,7 +13,6 @@ from hpctrain.bench.pipeline_prediction import gather_part_times
 from hpctrain.comm.world import World
 from hpctrain.costs import action_timer
 from hpctrain.costs.pass_times import LayerTimes, PassTimes
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.layout import layer_times
 from hpctrain.engine.layout.layer_placement import LayerPlacement, with_split
@@ -30,6 +29,7 @@ from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import split_layers
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.train.run import resume, run_deck
+from tests.data.preparing import prepare
 from tests.engines import LLAMA, small_deck, trainer
 
 KINDS = tuple(map(LayerKind, ("block", "embedding", "head")))

@@ -18,12 +18,12 @@ from hpctrain.bench.communication_forms import bench_communication
 from hpctrain.checkpoint.load import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
-from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
 from hpctrain.report.contents import layout_text
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
+from tests.data.preparing import prepare
 
 DECK = """
 [run]

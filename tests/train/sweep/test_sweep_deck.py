@@ -20,7 +20,6 @@ from click.testing import CliRunner
 
 from hpctrain.cli.sweep import command
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.job.job_options import JobOptions
@@ -32,6 +31,7 @@ from hpctrain.train.sweep.slots import slots_of
 from hpctrain.train.sweep.sweep_deck import sweep_job, without_running
 from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
 from hpctrain.watch.folder import take_folder
+from tests.data.preparing import prepare
 from tests.launch import ROOT
 
 DECK = """

@@ -1,7 +1,7 @@
-"""Text files to one token file, over all ranks.
+"""Tokenization of text files into one token file, or several, by all ranks.
 
-Rank 0 finds the files; all cut them into the same pieces and each tokenizes a contiguous run of them,
-balanced by bytes, so that the documents keep their order. The token file is the same for any number
+Rank 0 finds the files. All ranks cut them into the same pieces, and each tokenizes contiguous pieces with
+about the same number of bytes, so the documents keep their order. The token file is the same for any number
 of ranks.
 """
 
@@ -11,15 +11,13 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hpctrain
 from hpctrain.comm.parallel_files import require_parallel_files
-from hpctrain.data.file_contents import TEXT_KIND
 from hpctrain.data.input_files import (
     BINARY,
     TEXT_ENDINGS,
@@ -29,9 +27,9 @@ from hpctrain.data.input_files import (
     printable,
     raise_all,
 )
+from hpctrain.data.prepare_options import Prepared, Say, TextOptions
 from hpctrain.data.shard_files import ShardFiles, slices_of
 from hpctrain.data.text_pieces import (
-    PIECE,
     PROBLEMS,
     Complaint,
     TextPiece,
@@ -42,7 +40,7 @@ from hpctrain.data.text_pieces import (
 )
 from hpctrain.data.token_files import MOST_FILES
 from hpctrain.data.token_part import TokenPart, part_path, remove_stale_files
-from hpctrain.data.token_writer import Report, write_files, write_tokens
+from hpctrain.data.token_writer import Report, TokenWriter
 from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
@@ -54,112 +52,72 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What was made of what: `shards` token files, of which `path` is the name or the pattern, of `files` of
-    `size` bytes on the disk, in `seconds`; of a `kind` other than text, so many `rows`, and tokens that are
-    `learned`.
-    """
-
-    path: Path
-    files: int
-    size: int
-    documents: int
-    tokens: int
-    vocabulary: int
-    seconds: float
-    shards: int = 1
-    kind: str = TEXT_KIND
-    rows: int = 0
-    learned: int = 0
-
-
-# Called on rank 0 with a line of what the user should know.
-Say = Callable[[str], None]
-
-
-def prepare(
-    world: World,
-    out: Path,
-    paths: Sequence[str],
-    *,
-    globs: Sequence[str] = (),
-    tokenizer: str | None = None,
-    train_bpe: int | None = None,
-    end_of_document: str | None = None,
-    text_key: str = "text",
-    replace: bool = False,
-    binary: bool = False,
-    shard_bytes: int | None = None,
-    say: Say = lambda _: None,
-    report: Report = lambda *_: None,
-    piece_bytes: int = PIECE,
+def prepare_text(
+    world: World, out: Path, paths: Sequence[str], options: TextOptions, say: Say, report: Report
 ) -> Prepared:
-    """Tokenize the text of `paths` into the token file `out`; collective, the same arguments everywhere.
+    """Tokenize text into a token file. Collective, with the same arguments on all ranks.
 
-    `tokenizer` (None is "bytes") and `end_of_document` are as of `read_tokenizer`; `train_bpe` makes a
-    tokenizer of that vocabulary from the text instead (on rank 0: its time does not shrink with ranks), and a
-    `tokenizer.json` of it beside `out`. Files that are
-    binary, or not UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes"
-    takes their bytes, and others, and texts in lines of JSON, have U+FFFD for what is no text. An existing
-    `out` is only replaced if asked to, and stays what it is until the new file is complete. With
-    `shard_bytes` there are several files of so many bytes of tokens at most, but where a document has more,
-    as ShardFiles names them. Every error is an HpctrainError, the same on all ranks, and leaves no file
-    behind; a process that is ended does, for the next one to go on from.
+    An error leaves no file behind. If the process is killed, the next call with the same arguments continues.
+
+    Args:
+        world: The world.
+        out: The token file, or the name from which the names of several are formed.
+        paths: Files and folders.
+        options: How the text becomes a token file.
+        say: Function that prints a line for the user.
+        report: Function that shows progress.
+
+    Raises:
+        HpctrainError: On all ranks if a file, an argument or the tokenizer is invalid.
     """
-    begun = time.perf_counter()
-    shards = None if shard_bytes is None else ShardFiles(out)
+    start = time.perf_counter()
+    shards = None if options.shard_bytes is None else ShardFiles(out)
+    _check_tokenizer_options(world, options)
+    sources, left = find_input(world, out, paths, options.globs, options.replace, shards)
+    sources = [dataclasses.replace(each, lenient=options.binary) for each in sources]
+    faults = examine(world, cut_into_pieces(sources, options.piece_bytes), report)
     with world.agreement():
-        if tokenizer is not None and train_bpe is not None:
-            raise HpctrainError(f"--train-bpe {train_bpe} conflicts with --tokenizer {tokenizer}")
-        if end_of_document is not None and tokenizer is None:
-            problem = "requires --tokenizer FILE.json or DIR"
-            raise HpctrainError(f"--end-of-document {end_of_document}: {problem} (leave it out)")
-    sources, left = begin(world, out, paths, globs, replace, shards)
-    sources = [dataclasses.replace(each, lenient=binary) for each in sources]
-    faults = examine(world, cut_into_pieces(sources, piece_bytes), report)
-    with world.agreement():
-        if not binary:
-            sources = text_alone(sources, faults, left)
+        if not options.binary:
+            sources = keep_text_sources(sources, faults, left)
         if world.rank == 0:
             for line in left.lines():
                 say(line)
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: no text found")
-    pieces = cut_into_pieces(sources, piece_bytes)
-    if train_bpe is None:
-        used = _agree_on_tokenizer(world, tokenizer or BYTES, end_of_document, say)
+    pieces = cut_into_pieces(sources, options.piece_bytes)
+    if options.train_bpe is None:
+        tokenizer = _agree_on_tokenizer(world, options.tokenizer or BYTES, options.end_of_document, say)
     else:
-        used = _train(world, pieces, train_bpe, text_key, say, report)
+        tokenizer = _train(world, pieces, options.train_bpe, options.text_key, say, report)
         with world.agreement():
             if world.rank == 0:
-                _require_free(out.parent / TOKENIZER_FILE, out, used, replace)
-    if used.text == BYTES:
+                _require_free(out.parent / TOKENIZER_FILE, out, tokenizer, options.replace)
+    if tokenizer.text == BYTES:
         sources = [dataclasses.replace(each, raw=each.path in faults and not each.lines) for each in sources]
-        pieces = cut_into_pieces(sources, piece_bytes)
-    key = _key_of(world, sources, used, text_key, piece_bytes)
-    mine = share_of(pieces, world.rank, world.size)
+        pieces = cut_into_pieces(sources, options.piece_bytes)
+    key = _resume_key(world, sources, tokenizer, options)
+    rank_pieces = share_of(pieces, world.rank, world.size)
     world.ledger.activity = "tokenizing"
-    with TokenPart(part_path(out, world.rank), used, key) as part:
+    with TokenPart(part_path(out, world.rank), tokenizer, key) as part:
         with world.agreement():
-            done = part.resume()
-        before = sum(world.everyone.all_gather_object(done))
-        if before and world.rank == 0:
-            done_pieces = f"{before} of {counted(len(pieces), 'piece')} of text are tokenized"
+            completed = part.resume()
+        total = sum(world.everyone.all_gather_object(completed))
+        if total and world.rank == 0:
+            done_pieces = f"{total} of {counted(len(pieces), 'piece')} of text are tokenized"
             say(f"continues an interrupted run: {done_pieces}")
         with world.agreement():
-            unknown = _tokenize(mine[done:], used, text_key, part, report)
-        _tell_unknown(world, unknown, part, used, say)
-        source = ", ".join([*paths, *globs])
-        if shards is None or shard_bytes is None:
-            headers = [write_tokens(world, out, part, used, source, report)]
+            unknown = _tokenize(rank_pieces[completed:], tokenizer, options.text_key, part, report)
+        _report_unknown(world, unknown, part, tokenizer, say)
+        writer = TokenWriter(world, tokenizer, ", ".join([*paths, *options.globs]), report)
+        if shards is None or options.shard_bytes is None:
+            headers = [writer.write(out, part)]
         else:
-            slices = slices_of(world, part, shard_bytes)
+            slices = slices_of(world, part, options.shard_bytes)
             with world.agreement():
                 outs = shards.paths(len(slices))
-            headers = write_files(world, outs, slices, used, source, report, shards.place)
-    if train_bpe is not None:
-        _write_tokenizer(world, out.parent / TOKENIZER_FILE, used)
+            headers = writer.write_files(outs, slices, shards.place)
+    if options.train_bpe is not None:
+        _write_tokenizer(world, out.parent / TOKENIZER_FILE, tokenizer)
     if len(headers) > MOST_FILES and world.rank == 0:
         say(f"{len(headers)} token files exceed the {MOST_FILES} that a run can read; increase --shard-bytes")
     return Prepared(
@@ -169,12 +127,24 @@ def prepare(
         documents=sum(header.documents for header in headers),
         tokens=sum(header.tokens for header in headers),
         vocabulary=headers[0].vocabulary,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start,
         shards=len(headers),
     )
 
 
-def begin(
+def _check_tokenizer_options(world: World, options: TextOptions) -> None:
+    """Raise HpctrainError on all ranks if options contradict each other. Collective."""
+    with world.agreement():
+        if options.tokenizer is not None and options.train_bpe is not None:
+            raise HpctrainError(
+                f"--train-bpe {options.train_bpe} conflicts with --tokenizer {options.tokenizer}"
+            )
+        if options.end_of_document is not None and options.tokenizer is None:
+            problem = "requires --tokenizer FILE.json or DIR"
+            raise HpctrainError(f"--end-of-document {options.end_of_document}: {problem} (leave it out)")
+
+
+def find_input(
     world: World,
     out: Path,
     paths: Sequence[str],
@@ -185,8 +155,19 @@ def begin(
 ) -> tuple[list[TextSource], LeftOut]:
     """Return the files that `paths` mean; rank 0 also gets those that are left out. Collective.
 
+    Files that killed processes have left are removed, unless this call can continue from them.
+
+    Args:
+        world: The world.
+        out: The output file.
+        paths: Files and folders.
+        globs: Patterns of the files of folders.
+        replace: True if an existing output may be replaced.
+        shards: Names of the output files if there are several, else None.
+        endings: Endings of the files of folders.
+
     Raises:
-        HpctrainError: `out` cannot be made, or a path gives no file.
+        HpctrainError: `out` cannot be written, or a path gives no file.
     """
     world.ledger.activity = "looking for the text files"
     sources: list[TextSource] = []
@@ -207,20 +188,20 @@ def begin(
     return [TextSource(*row) for row in rows], left
 
 
-def _key_of(
-    world: World, sources: Sequence[TextSource], tokenizer: Tokenizer, text_key: str, piece_bytes: int
+def _resume_key(
+    world: World, sources: Sequence[TextSource], tokenizer: Tokenizer, options: TextOptions
 ) -> str:
-    """What tokens of a rank are known by, when an ended process has left them: all that they follow from."""
+    """Return a checksum of all that this rank's tokens depend on."""
     facts: list[object] = [
         hpctrain.__version__,
         tokenizer.text,
         tokenizer.settings.to_object(),
-        text_key,
-        piece_bytes,
+        options.text_key,
+        options.piece_bytes,
         world.rank,
         world.size,
     ]
-    with suppress(OSError):  # a file that is gone is told of where it is read
+    with suppress(OSError):  # reading a missing file raises a better error
         facts += [
             [each.path, each.size, each.raw, each.lenient, Path(each.path).stat().st_mtime_ns]
             for each in sources
@@ -229,22 +210,28 @@ def _key_of(
 
 
 def examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[str, int]:
-    """Which files are no text, by path, and why; every rank looks at its share. Collective."""
+    """Return the files that are not text, by path, with the reason. Collective; each rank reads its share."""
     world.ledger.activity = "examining the text files"
-    mine: dict[str, int] = {}
-    with world.agreement(), collecting() as complain:
-        for piece in in_progress(share_of(pieces, world.rank, world.size), "examine", report):
+    own_faults: dict[str, int] = {}
+    with world.agreement(), collect_errors() as complain:
+        for piece in reporting_progress(share_of(pieces, world.rank, world.size), "examine", report):
             fault = examine_piece(piece, complain)
             if fault is not None:
-                mine[piece.source.path] = min(fault, mine.get(piece.source.path, fault))
+                own_faults[piece.source.path] = min(fault, own_faults.get(piece.source.path, fault))
     faults: dict[str, int] = {}
-    for each in world.everyone.all_gather_object(mine):
+    for each in world.everyone.all_gather_object(own_faults):
         faults |= {path: min(fault, faults.get(path, fault)) for path, fault in each.items()}
     return faults
 
 
-def text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: LeftOut) -> list[TextSource]:
-    """The sources that are text; the others of folders go to `left`, those that were named are an error."""
+def keep_text_sources(
+    sources: Sequence[TextSource], faults: Mapping[str, int], left: LeftOut
+) -> list[TextSource]:
+    """Return the sources that are text, and add the others to `left`.
+
+    Raises:
+        HpctrainError: With each source that is not text and that a path names.
+    """
     refused = []
     for source in sources:
         if source.path not in faults:
@@ -262,12 +249,12 @@ def text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: L
 def _agree_on_tokenizer(world: World, tokenizer: str, end_of_document: str | None, say: Say) -> Tokenizer:
     """Return the tokenizer that rank 0 reads."""
     with world.agreement():
-        found: Tokenizer | None = None
+        used: Tokenizer | None = None
         if world.rank == 0:
-            found = read_tokenizer(tokenizer, end_of_document)
-            for line in tokenizer_warnings(found, tokenizer):
+            used = read_tokenizer(tokenizer, end_of_document)
+            for line in tokenizer_warnings(used, tokenizer):
                 say(line)
-    return _shared(world, found, f"tokenizer = {tokenizer}")
+    return _shared(world, used, f"tokenizer = {tokenizer}")
 
 
 def _train(
@@ -323,38 +310,38 @@ def _tokenize(
     pieces: Sequence[TextPiece], tokenizer: Tokenizer, text_key: str, part: TokenPart, report: Report
 ) -> int:
     """Append the tokens of pieces; return how many of them replace text outside the vocabulary."""
-    faulty, lacking = False, 0
+    has_error, unknown_tokens = False, 0
 
-    with collecting() as complain:
+    with collect_errors() as complain:
 
         def complain_of(problem: HpctrainError) -> None:
-            nonlocal faulty
-            faulty = True  # a piece that is told of is to be told of again
+            nonlocal has_error
+            has_error = True  # the piece is not recorded, so that the next process reports its errors again
             complain(problem)
 
-        for piece in in_progress(pieces, "tokenize", report):
-            unknown = "surrogateescape" if piece.source.raw else "replace"
+        for piece in reporting_progress(pieces, "tokenize", report):
+            errors = "surrogateescape" if piece.source.raw else "replace"
             for text, ends in read_piece(piece, text_key, complain_of):
                 try:
-                    ids = tokenizer.encode_array(text, unknown)
+                    ids = tokenizer.encode_array(text, errors)
                 except HpctrainError as error:
                     complain_of(HpctrainError(f"{printable(piece.source.path)}: {error.problems[0]}"))
                     break
-                lacking += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
+                unknown_tokens += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
                 part.add(ids)
                 if ends:
                     part.end_document(tokenizer.end_of_document)
-            if not faulty:
+            if not has_error:
                 part.end_piece()
     part.finish()
-    return lacking
+    return unknown_tokens
 
 
-def _tell_unknown(world: World, lacking: int, part: TokenPart, tokenizer: Tokenizer, say: Say) -> None:
+def _report_unknown(world: World, unknown: int, part: TokenPart, tokenizer: Tokenizer, say: Say) -> None:
     """Print how many tokens replace text outside the vocabulary. Collective."""
     if tokenizer.unknown is None:
         return
-    counts = world.everyone.all_gather_object([lacking, part.tokens])
+    counts = world.everyone.all_gather_object([unknown, part.tokens])
     lost, tokens = (sum(count[i] for count in counts) for i in (0, 1))
     if lost and world.rank == 0:
         say(f"{lost} of {tokens} tokens replace text outside the vocabulary, which is lost")
@@ -363,19 +350,19 @@ def _tell_unknown(world: World, lacking: int, part: TokenPart, tokenizer: Tokeni
 def _documents(
     pieces: Sequence[TextPiece], text_key: str, activity: str, report: Report
 ) -> Iterator[tuple[TextSource, str, bool]]:
-    """Parts of documents in order, with their source, and whether the document ends there.
+    """Yield parts of documents in order, each with its source and True if the document ends after it.
 
     All problems are raised together.
     """
-    with collecting() as complain:
-        for piece in in_progress(pieces, activity, report):
+    with collect_errors() as complain:
+        for piece in reporting_progress(pieces, activity, report):
             for text, ends in read_piece(piece, text_key, complain):
                 yield piece.source, text, ends
 
 
 @contextmanager
-def collecting() -> Iterator[Complaint]:
-    """Takes complaints, and raises all of them at the end, or before it when they are many."""
+def collect_errors() -> Iterator[Complaint]:
+    """Collect problems during the block, and raise them together at its end, or when there are PROBLEMS."""
     problems: list[HpctrainError] = []
 
     def complain(problem: HpctrainError) -> None:
@@ -387,8 +374,8 @@ def collecting() -> Iterator[Complaint]:
     raise_all(problems)
 
 
-def in_progress(pieces: Sequence[TextPiece], activity: str, report: Report) -> Iterator[TextPiece]:
-    """The pieces, each reported when it is done."""
+def reporting_progress(pieces: Sequence[TextPiece], activity: str, report: Report) -> Iterator[TextPiece]:
+    """Yield the pieces, and report the progress after each."""
     done, total = 0, sum(piece.size for piece in pieces)
     for piece in pieces:
         yield piece

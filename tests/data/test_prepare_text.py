@@ -12,9 +12,9 @@ import tokenizers
 
 from hpctrain.comm.world import World
 from hpctrain.data import token_writer
-from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
+from tests.data.preparing import prepare
 
 PLAIN = {
     "a.txt": "hello wörld\n" * 9,
