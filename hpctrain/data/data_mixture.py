@@ -124,8 +124,8 @@ class HeldOutMixture(JoinedSources):
 
 
 @dataclass(frozen=True)
-class SequenceOrigin:
-    """Origin of a sequence: name of its entry, file in which it begins, and number in its source."""
+class SequenceLocation:
+    """Place of a sequence: name of its entry, file in which it begins, and number in its source."""
 
     entry: str
     file: str
@@ -201,7 +201,7 @@ class SplitDatasets:
             "fingerprint": zlib.crc32(shares.encode(), common_fingerprint(self.tokens)),
         }
 
-    def locate(self, index: int) -> SequenceOrigin:
+    def locate(self, index: int) -> SequenceLocation:
         """Return the origin of a training sequence, by its number in `train`."""
         number, source = 0, self.train.source
         if isinstance(source, JoinedSources):
@@ -212,7 +212,7 @@ class SplitDatasets:
             first = source.first_token(index)
         tokens = self.tokens[number]
         file = tokens if isinstance(tokens, TokenFile) else tokens.file_at(first)
-        return SequenceOrigin(self.entries[number].name, str(file.path), index)
+        return SequenceLocation(self.entries[number].name, str(file.path), index)
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Return the number of epochs of each entry after so many samples, by name."""

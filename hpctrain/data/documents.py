@@ -48,7 +48,7 @@ class Documents:
 
     @cached_property
     def pieces(self) -> list[DocumentSpan]:
-        """All documents, row by row."""
+        """Positions of all documents, row by row."""
         length = self.places.shape[1]
         spans = [DocumentSpan(row, begin, length) for row, begin in (self.places == 0).nonzero().tolist()]
         ends = [

@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How text becomes a token file.
+    """Options of the tokenization of text.
 
     Attributes:
         globs: Patterns of the files of folders; none for the usual endings of text files.
@@ -46,7 +46,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How rows of conversations, preferences or prompts become a token file.
+    """Options of the tokenization of conversations, preferences or prompts.
 
     Attributes:
         kind: Kind of the rows: "chat", "preferences" or "prompts".

@@ -76,7 +76,7 @@ _LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "
 
 
 class RowKeys(NamedTuple):
-    """What the keys of a row ask for beyond its messages.
+    """Effects of the keys of a row besides its messages.
 
     Attributes:
         left_out: Why the row is left out, as a clause such as "whose weight is 0"; "" if it is not.
