@@ -132,6 +132,19 @@ class _RowSource(ABC):
         assert 0 <= index < len(self._rows), (index, len(self._rows))
         return int(self._rows[index])
 
+    def _document(self, index: int) -> int:
+        """Return the number in the file of the document of a sequence."""
+        return self.number(index)
+
+    def real_tokens(self, index: int) -> int:
+        """Return the number of tokens of a sequence in front of its padding."""
+        document = self._document(index)
+        return min(int(self._ends[document] - self._begins[document]), self.length)
+
+    def first_token(self, index: int) -> int:
+        """Return the position in the file of the first token of a sequence."""
+        return int(self._begins[self._document(index)])
+
     def other_keys(self, index: int) -> dict[str, Any]:
         """Return the further fields of a row."""
         return self.file.other_keys(self.number(index))
@@ -172,11 +185,6 @@ class PreferenceSource(_RowSource, SequenceSource):
         assert 0 <= index < self.count, (index, self.count)
         return self.document(self._document(index))
 
-    def real_tokens(self, index: int) -> int:
-        """Return the number of tokens of a sequence in front of its padding."""
-        document = self._document(index)
-        return min(int(self._ends[document] - self._begins[document]), self.length)
-
     @override
     def micro_batches(
         self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
@@ -210,12 +218,8 @@ class PreferenceSource(_RowSource, SequenceSource):
         count = 0 if self.margins is None else int((self.margins != 0).sum())
         return super().summary(title) + (f"; {count} with a margin" if count else "")
 
-    def first_token(self, index: int) -> int:
-        """Return the position in the file of the first token of a sequence."""
-        return int(self._begins[self._document(index)])
-
+    @override
     def _document(self, index: int) -> int:
-        """Return the number in the file of the document of a sequence."""
         return 2 * self.number(index // 2) + index % 2
 
     def document(self, document: int) -> tuple[Tensor, Tensor]:
@@ -254,15 +258,6 @@ class PromptSequences(_RowSource, SequenceSource):
         ids, _ = self.prompt(index)
         tokens[: len(ids)] = torch.tensor(ids)
         return tokens, torch.full_like(tokens, MASKED)
-
-    def real_tokens(self, index: int) -> int:
-        """Return the number of tokens of a sequence in front of its padding."""
-        document = self.number(index)
-        return int(self._ends[document] - self._begins[document])
-
-    def first_token(self, index: int) -> int:
-        """Return the position in the file of the first token of a sequence."""
-        return int(self._begins[self.number(index)])
 
     @property
     def _left_out_reason(self) -> str:

@@ -74,19 +74,17 @@ class UserDataset:
         arguments = json.loads(name.arguments)
         with restored_generators():
             seed_by(name.seed)
-            made = call_function(import_function(name.code), arguments, self.title, "data.arguments")
+            dataset = call_function(import_function(name.code), arguments, self.title, "data.arguments")
         for method, what in (("__len__", "len()"), ("__getitem__", "indexing")):
-            if not hasattr(type(made), method):
-                kind = article(type(made).__name__)
+            if not hasattr(type(dataset), method):
+                kind = article(type(dataset).__name__)
                 raise HpctrainError(f"{self.title} returns {kind}, which does not support {what} ({method})")
-        self._items = made
+        self._items = dataset
         with run_user_code(f"{self.title}: len() fails"):
-            self.count = len(made)
+            self.count = len(dataset)
         if self.count < 1:
             raise HpctrainError(f"{self.title} returns an empty dataset")
-        self._collate = None
-        if name.collate is not None:
-            self._collate = import_function(name.collate)
+        self._collate = None if name.collate is None else import_function(name.collate)
 
     @cached_property
     def first(self) -> Forms:

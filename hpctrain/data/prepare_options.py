@@ -13,58 +13,57 @@ Say = Callable[[str], None]
 """Function that prints a line for the user. It is called on rank 0."""
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """Options of the tokenization of text.
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """Options of the tokenization of text and of rows.
 
     Attributes:
-        globs: Patterns of the files of folders; none for the usual endings of text files.
+        globs: Patterns of the files of folders; none for the usual endings of files.
         tokenizer: Argument of `read_tokenizer`; None for "bytes".
-        train_bpe: Vocabulary of a tokenizer that is trained on the text on rank 0, and written next to the
-            output; None for no training.
         end_of_document: Argument of `read_tokenizer`.
-        text_key: Key or column with the text of JSON and tables.
         replace: True if an existing output is replaced. It stays as it is until the new file is complete.
-        binary: True if files that are binary or not UTF-8 are read. The tokenizer "bytes" takes their
-            bytes. In others, and in JSON, U+FFFD replaces what is not text. If False, such a file is an error
-            if a path names it, and is left out of a folder.
-        shard_bytes: Largest size of a token file in bytes of tokens, except for larger documents.
-            There are then several files, named as in ShardFiles. None for one file.
         piece_bytes: Size of the pieces into which files are cut, in bytes.
     """
 
     globs: Sequence[str] = ()
     tokenizer: str | None = None
-    train_bpe: int | None = None
     end_of_document: str | None = None
-    text_key: str = "text"
     replace: bool = False
-    binary: bool = False
-    shard_bytes: int | None = None
     piece_bytes: int = PIECE
 
 
-@dataclass(frozen=True)
-class RowOptions:
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(PrepareOptions):
+    """Options of the tokenization of text.
+
+    Attributes:
+        train_bpe: Vocabulary of a tokenizer that is trained on the text on rank 0, and written next to the
+            output; None for no training.
+        text_key: Key or column with the text of JSON and tables.
+        binary: True if files that are binary or not UTF-8 are read. The tokenizer "bytes" takes their bytes.
+            In others, and in JSON, U+FFFD replaces what is not text. If False, such a file is an error if a
+            path names it, and is left out of a folder.
+        shard_bytes: Largest size of a token file in bytes of tokens, except for larger documents. There are
+            then several files, named as in ShardFiles. None for one file.
+    """
+
+    train_bpe: int | None = None
+    text_key: str = "text"
+    binary: bool = False
+    shard_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions(PrepareOptions):
     """Options of the tokenization of conversations, preferences or prompts.
 
     Attributes:
         kind: Kind of the rows: "chat", "preferences" or "prompts".
         template: Name of a chat template, or a Jinja file; None for the template of the tokenizer's folder.
-        globs: Patterns of the files of folders; none for the usual endings of files of rows.
-        tokenizer: Argument of `read_tokenizer`; None for "bytes".
-        end_of_document: Argument of `read_tokenizer`.
-        replace: True if an existing output is replaced.
-        piece_bytes: Size of the pieces into which files are cut, in bytes.
     """
 
     kind: str
     template: str | None = None
-    globs: Sequence[str] = ()
-    tokenizer: str | None = None
-    end_of_document: str | None = None
-    replace: bool = False
-    piece_bytes: int = PIECE
 
 
 @dataclass(frozen=True)

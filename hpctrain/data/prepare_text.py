@@ -135,11 +135,10 @@ def prepare_text(
 def _check_tokenizer_options(world: World, options: TextOptions) -> None:
     """Raise HpctrainError on all ranks if options contradict each other. Collective."""
     with world.agreement():
-        if options.tokenizer is not None and options.train_bpe is not None:
-            raise HpctrainError(
-                f"--train-bpe {options.train_bpe} conflicts with --tokenizer {options.tokenizer}"
-            )
-        if options.end_of_document is not None and options.tokenizer is None:
+        tokenizer, train_bpe = options.tokenizer, options.train_bpe
+        if tokenizer is not None and train_bpe is not None:
+            raise HpctrainError(f"--train-bpe {train_bpe} conflicts with --tokenizer {tokenizer}")
+        if options.end_of_document is not None and tokenizer is None:
             problem = "requires --tokenizer FILE.json or DIR"
             raise HpctrainError(f"--end-of-document {options.end_of_document}: {problem} (leave it out)")
 
@@ -264,8 +263,7 @@ def _train(
     with world.agreement():
         trained: Tokenizer | None = None
         if world.rank == 0:
-            texts = _documents(pieces, text_key, "train the tokenizer", report)
-            trained = Tokenizer.train((part for _, part, _ in texts), vocabulary)
+            trained = Tokenizer.train(_texts(pieces, text_key, report), vocabulary)
             if trained.vocabulary < vocabulary:
                 say(
                     f"--train-bpe {vocabulary}: the tokenizer has only {trained.vocabulary} tokens, since "
@@ -347,17 +345,12 @@ def _report_unknown(world: World, unknown: int, part: TokenPart, tokenizer: Toke
         say(f"{lost} of {tokens} tokens replace text outside the vocabulary, which is lost")
 
 
-def _documents(
-    pieces: Sequence[TextPiece], text_key: str, activity: str, report: Report
-) -> Iterator[tuple[TextSource, str, bool]]:
-    """Yield parts of documents in order, each with its source and True if the document ends after it.
-
-    All problems are raised together.
-    """
+def _texts(pieces: Sequence[TextPiece], text_key: str, report: Report) -> Iterator[str]:
+    """Yield parts of documents in order. All problems are raised together."""
     with collect_errors() as complain:
-        for piece in reporting_progress(pieces, activity, report):
-            for text, ends in read_piece(piece, text_key, complain):
-                yield piece.source, text, ends
+        for piece in reporting_progress(pieces, "train the tokenizer", report):
+            for text, _ in read_piece(piece, text_key, complain):
+                yield text
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.data.control_tokens import rule_steps
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.files import parse_json
 
@@ -23,7 +24,7 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
         sizes[: tokenizer.end_of_document] = 1
         return sizes
     content: dict[str, Any] = parse_json(tokenizer.text)
-    if "ByteLevel" not in _kinds(content.get("decoder")):
+    if all(step.get("type") != "ByteLevel" for step in rule_steps(content.get("decoder"))):
         return None
     vocabulary: Mapping[str, int] = content["model"]["vocab"]
     for characters, token in vocabulary.items():
@@ -32,11 +33,3 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor | None:
         sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     sizes[list(tokenizer.control.values())] = 0
     return sizes
-
-
-def _kinds(decoder: Any) -> Iterator[str]:
-    """Yield the types of a decoder and of the decoders in it."""
-    if isinstance(decoder, dict):
-        yield str(decoder.get("type"))
-        for each in decoder.get("decoders") or ():
-            yield from _kinds(each)
