@@ -111,7 +111,7 @@ def test_missing_and_doubled_elements_are_refused(world: World, mpi_tmp_path: Pa
     for lacking in (held.part(0, 9) if group.rank == 0 else held.part(0, 0), held):
         if lacking is held and group.size == 1:
             continue
-        with pytest.raises(RuntimeError, match="/model/a: the ranks hold"):
+        with pytest.raises(RuntimeError, match="/model/a: the ranks have"):
             save(mpi_tmp_path / "a.h5", group, [lacking], {})
         assert not (mpi_tmp_path / "a.h5").exists()
         group.barrier()

@@ -1,4 +1,4 @@
-"""Values of a module that users bring, from a folder of safetensors or a checkpoint with the same names."""
+"""Loading of the weights of a user's module from safetensors or a checkpoint with the same names."""
 
 from __future__ import annotations
 
@@ -67,18 +67,19 @@ def load_by_name(
     """
     if path.suffix == ".h5":
         structure = examine(path, world.everyone)
-        kept = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
-        wanted = [replace(each, dataset=each.dataset.replace("/model/", f"{kept}/", 1)) for each in entries]
-        with in_types(wanted, partial(_stored_kind, structure)) as read:
-            load(structure, world.everyone, read, zero_padding=False)
+        has_master = any(name.startswith("/master/") for name in structure.datasets)
+        kind = "/master/" if has_master else "/model/"
+        stored = [replace(each, dataset=each.dataset.replace("/model/", kind, 1)) for each in entries]
+        with in_types(stored, partial(_stored_kind, structure)) as read_entries:
+            load(structure, world.everyone, read_entries, zero_padding=False)
         remedy = "start from an earlier checkpoint, or from another model"
-        require_finite(world.everyone, path, wanted, remedy)
+        require_finite(world.everyone, path, stored, remedy)
         return ""
     with raise_on_all_ranks(world.everyone):
         folder = open_values(path)
         folder = folder if view is None else view(folder)
-        found = {each.dataset: find_name(_names(each, names), folder) for each in entries}
-        problems = list(dict.fromkeys(_problems(entries, found, folder)))
+        folder_names = {each.dataset: find_name(_names(each, names), folder) for each in entries}
+        problems = list(dict.fromkeys(_problems(entries, folder_names, folder)))
         if isinstance(folder, ModuleFolder):
             unknown, ignored = folder.unknown_tensors()
             problems += unknown
@@ -91,7 +92,7 @@ def load_by_name(
             )
         require_equal_copies(folder, names, world.rank, world.size)
         for entry in entries:
-            _fill(entry, found[entry.dataset] or "", folder)
+            _fill(entry, folder_names[entry.dataset] or "", folder)
     if isinstance(folder, ModuleFolder):
         return ignored_note(ignored)
     local_names = {name for entry in entries for name in _names(entry, names)}
@@ -142,6 +143,7 @@ def _stored_kind(structure: CheckpointIndex, entry: TensorRange) -> str:
 
 
 def _names(entry: TensorRange, names: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Return all names of an entry's parameter."""
     return names.get(entry.shard.name, [entry.shard.name])
 
 
@@ -204,9 +206,9 @@ def mismatch(dataset: str, shape: tuple[int, ...], name: str | None, folder: Ten
     _, kind, tensor = dataset.split("/", 2)
     if name is None:
         near = nearest(tensor, list(folder.tensors))
-        meant = f" (did you mean {near}?)" if near else ""
+        hint = f" (did you mean {near}?)" if near else ""
         cause = folder.likely_cause(tensor, shape) if isinstance(folder, ModuleFolder) else ""
-        return f"{folder.path}: has no {tensor}, which the module requires{cause or meant}"
+        return f"{folder.path}: has no {tensor}, which the module requires{cause or hint}"
     described = folder.tensors[name]
     if kind == MODEL and described.kind not in _WEIGHT_TYPES:
         expected = either(_WEIGHT_TYPES)
@@ -219,10 +221,11 @@ def mismatch(dataset: str, shape: tuple[int, ...], name: str | None, folder: Ten
 
 
 def _problems(
-    entries: Sequence[TensorRange], found: Mapping[str, str | None], folder: TensorFolder
+    entries: Sequence[TensorRange], folder_names: Mapping[str, str | None], folder: TensorFolder
 ) -> Iterator[str]:
+    """Yield messages about entries that a folder lacks or has in another form."""
     for entry in entries:
-        problem = mismatch(entry.dataset, entry.shard.shape, found[entry.dataset], folder)
+        problem = mismatch(entry.dataset, entry.shard.shape, folder_names[entry.dataset], folder)
         if problem is not None:
             yield problem
 

@@ -1,4 +1,7 @@
-"""Models out of checkpoints into Hugging Face folders, and back: a piece of one tensor at a time."""
+"""Export of models from checkpoints to Hugging Face folders, and import in the other direction.
+
+Ranks share the work, and each one has a piece of one tensor in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,8 @@ from hpctrain.parallel.shards import Shard
 from hpctrain.text import control_problem, counted, escaped
 from hpctrain.units import format_bytes, format_count
 
-PIECE_BYTES = 16 << 20  # of a tensor that are in memory at a time
+PIECE_BYTES = 16 << 20
+"""Largest piece of a tensor, in bytes, that is in memory at a time."""
 
 _OWN_FILE = files_named(
     r"(generation_)?config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.jinja"
@@ -90,11 +94,13 @@ _OWN_FILE = files_named(
 )
 
 _MOST_TOKENS = 1 << 32
+"""Bound for the tokens of a tokenizer if the size of the vocabulary is unknown."""
 
-MODEL_ONLY = "model_only"  # in the state of a checkpoint that holds no training state
+MODEL_ONLY = "model_only"
+"""Key of the state that is true in a checkpoint without training state."""
 
 
-def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None, most: int) -> str:
+def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None, max_file_bytes: int) -> str:
     """Write the model of a checkpoint as a Hugging Face folder, completely or not at all. Collective.
 
     Ranks write whole files in turn. Checksums of the checkpoint are compared.
@@ -104,10 +110,10 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         checkpoint: The checkpoint.
         folder: The new folder.
         dtype: "fp32", "bf16" or "fp16"; None for that of the checkpoint.
-        most: Bytes of tensors that a file may have, unless one tensor has more.
+        max_file_bytes: Largest size of the tensors of a file, unless a single tensor is larger.
 
     Returns:
-        What was written, in words, after a line about what was left out.
+        Message for the user about what was written, after a line about what was left out.
 
     Raises:
         HpctrainError: `transformers` has no such model, or the folder has files.
@@ -123,14 +129,14 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         prepare = _prepare_export if deck is None else partial(prepare_module_export, deck)
         export = prepare(structure, dtype)
     texts = export.texts
-    files = split_into_files(export.tensors, most)
+    files = split_into_files(export.tensors, max_file_bytes)
     sums = np.zeros(len(structure.sums), np.uint64)
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         with with_final_name(temporary, folder):
             with raise_on_all_ranks(group):
                 if group.rank == 0:
-                    _delete_left(temporary)
+                    _delete_temporary(temporary)
                     temporary.mkdir(parents=True)
             with raise_on_all_ranks(group), open_tensors(structure.path) as source:
                 for name, tensors in list(files.items())[group.rank :: group.size]:
@@ -150,14 +156,14 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     finally:
         if group.rank == 0:
             with suppress(HpctrainError, OSError):
-                _delete_left(temporary)
+                _delete_temporary(temporary)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-    with_it = "with its tokenizer" if TOKENIZER_FILE in texts else "without a tokenizer (it has none)"
+    tokenizer = "with its tokenizer" if TOKENIZER_FILE in texts else "without a tokenizer (it has none)"
     name = next(name for name, each in DTYPES.items() if each == export.dtype)
     note = f"{folder}: {export.note}\n" if export.note else ""
     return (
-        f"{note}{folder}: {export.described}, {name}, "
-        f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {with_it}"
+        f"{note}{folder}: {export.description}, {name}, "
+        f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {tokenizer}"
     )
 
 
@@ -173,27 +179,30 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
         modules = counted(shape.mtp_layers, "module")
         note = f"leaves out {modules} of multi-token prediction, which {architecture.name} does not have"
         shape = replace(shape, mtp_layers=0)
-    wanted = export_dtype(structure, dtype)
+    weight_dtype = export_dtype(structure, dtype)
     tokenizer = tokenizer_of_state(structure.state, structure.path)
-    dtype_name = str(wanted).removeprefix("torch.")
+    dtype_name = str(weight_dtype).removeprefix("torch.")
     texts = model_files(shape, dtype_name, settings, tokenizer)
     shapes = tensor_shapes(shape)
-    folded = _folded(shape, shapes)
-    exact = {*folded, *filter(merge.has, shapes)}
-    sources = stored_sources(structure, shapes, wanted, exact)
+    folded = _folded_factors(shape, shapes)
+    exact = {*folded, *filter(merge.has_adapter, shapes)}
+    sources = stored_sources(structure, shapes, weight_dtype, exact)
     tensors_to_write = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     copies = {each.name: each for each in copied_tensors(shape, shapes)}
     tensors_to_write += [*copies.values(), *architecture.empty_tensors(shape)]
     by_name = {each.name: each for each in tensors_to_write}
-    exported = _ExportedTensors(merge, sources, wanted, folded)
+    exported = _ExportedTensors(merge, sources, weight_dtype, folded)
 
     def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
         if name in copies:
-            sums = np.zeros_like(sums)  # what is read twice counts once
+            sums = np.zeros_like(sums)  # the dataset is read twice and added to its checksums once
         exported.copy(source, by_name[name], view, sums)
 
-    tensors = [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in tensors_to_write]
-    return PreparedExport(tensors, texts, sources, copy, _described(shape), wanted, note)
+    tensors = [
+        NewTensor(each.name, NAMES[_tensor_dtype(each, weight_dtype)], each.shape)
+        for each in tensors_to_write
+    ]
+    return PreparedExport(tensors, texts, sources, copy, _describe(shape), weight_dtype, note)
 
 
 def require_new(folder: Path) -> None:
@@ -231,10 +240,10 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         keys = folder_module_keys(folder)
         model = open_module_source(folder, keys, group.rank, group.size) if keys else open_model(folder)
         if isinstance(model, ModuleSource):
-            deck, described = module_deck(keys, out, folder), model.described
+            deck, description = module_deck(keys, out, folder), model.description
         else:
             model.require_equal_copies(group.rank, group.size)
-            deck, described = _model_deck(model.shape, out, folder), _described(model.shape)
+            deck, description = _model_deck(model.shape, out, folder), _describe(model.shape)
         text, settings, missing = tokenizer_of_folder(folder, deck.model.vocabulary or _MOST_TOKENS)
         if text is None:
             refuse_damaged_tokenizer(folder)
@@ -261,7 +270,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     save(out, group, entries, state, PIECE_BYTES)
     tokenizer = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
     sentence = (
-        f"{out}: {described}, "
+        f"{out}: {description}, "
         f'{format_bytes(out.stat().st_size)}, {tokenizer}; to train it, set [model] from = "{out}"'
     )
     return "\n".join([*warnings, sentence])
@@ -269,7 +278,16 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
 
 @dataclass(frozen=True)
 class FolderTensor(ScratchSlice):
-    """Flat elements `first` to `first + length` of one of our tensors in a Hugging Face folder."""
+    """Range of a flattened native tensor, which is read from a Hugging Face folder on demand.
+
+    Attributes:
+        model: The folder.
+        dataset: Dataset of the tensor.
+        shape: Shape of the tensor.
+        first: First element.
+        length: Number of elements.
+        dtype: dtype of the values that are read.
+    """
 
     model: ModelFolder | ModuleSource
     dataset: str
@@ -284,18 +302,19 @@ class FolderTensor(ScratchSlice):
         return replace(self, first=self.first + start, length=max(0, last - start))
 
     def load(self) -> Tensor:
-        """Read into new memory."""
+        """Return the elements, read into new memory."""
         cut = flat_range_boxes(self.shape, self.first, self.first + self.length)
         return torch.cat([self.model.read(self.dataset, start, shape).reshape(-1) for start, shape in cut])
 
 
-def _described(shape: ModelShape) -> str:
+def _describe(shape: ModelShape) -> str:
+    """Return family and number of parameters of a model in words."""
     counts = count(shape)
-    told = f"{shape.family}, {format_count(counts.parameters)} parameters"
-    return f"{told} ({format_count(counts.active_parameters)} active per token)" if shape.experts else told
+    text = f"{shape.family}, {format_count(counts.parameters)} parameters"
+    return f"{text} ({format_count(counts.active_parameters)} active per token)" if shape.experts else text
 
 
-def _delete_left(temporary: Path) -> None:
+def _delete_temporary(temporary: Path) -> None:
     """Delete what an interrupted export has written. Raise HpctrainError if there are other files."""
     if temporary.exists():
         others = delete_folder(temporary, _OWN_FILE)
@@ -306,13 +325,13 @@ def _delete_left(temporary: Path) -> None:
             )
 
 
-def _kept_type(counterpart: Counterpart, wanted: torch.dtype) -> torch.dtype:
-    """Return the type of an exported tensor. Biases for choosing experts are fp32, as in `transformers`."""
+def _tensor_dtype(counterpart: Counterpart, weight_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an exported tensor. Biases for choosing experts are fp32, as in `transformers`."""
     is_bias = any(part.dataset.startswith(f"/{ROUTER_BIAS}/") for part in counterpart.parts)
-    return torch.float32 if is_bias else wanted
+    return torch.float32 if is_bias else weight_dtype
 
 
-def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
+def _folded_factors(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
     """Return the factors of weights that replace the multipliers of muP, by dataset.
 
     They belong to the final norm, whose results give the logits, and to the queries or their norm.
@@ -320,16 +339,16 @@ def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
     Raises:
         HpctrainError: A norm has no weight that its results are proportional to.
     """
-    by, ends = shape.width_scaling, {"final_norm": shape.width_scaling.of_logits}
-    ends["query" if shape.query_key_norm == "none" else "query_norm"] = by.of_scores
-    changes_norms = by.of_logits != 1 or ("query_norm" in ends and by.of_scores != 1)
+    scaling, factors = shape.width_scaling, {"final_norm": shape.width_scaling.of_logits}
+    factors["query" if shape.query_key_norm == "none" else "query_norm"] = scaling.of_scores
+    changes_norms = scaling.of_logits != 1 or ("query_norm" in factors and scaling.of_scores != 1)
     if changes_norms and shape.norm_weight != "plain":
         raise HpctrainError(
             'model.parametrization = "mup": cannot be exported with model.norm_weight = '
             f'"{shape.norm_weight}": the factor of the logits needs the weight of a "plain" norm'
         )
     layers = {dataset: dataset.split("/")[-1].split(".")[-2] for dataset in datasets}
-    return {dataset: ends[layer] for dataset, layer in layers.items() if ends.get(layer, 1.0) != 1}
+    return {dataset: factors[layer] for dataset, layer in layers.items() if factors.get(layer, 1.0) != 1}
 
 
 @dataclass(frozen=True)
@@ -340,7 +359,7 @@ class _ExportedTensors:
         merge: The checkpoint, with adapters that are merged into weights.
         sources: Dataset that is read for each native tensor.
         dtype: dtype of exported weights.
-        factors: Factors of weights by dataset, as `_folded` returns them.
+        factors: Factors of weights by dataset, as `_folded_factors` returns them.
     """
 
     merge: AdapterMerge
@@ -350,7 +369,7 @@ class _ExportedTensors:
 
     def copy(self, source: TensorSource, counterpart: Counterpart, view: NDArray[Any], sums: Sums) -> None:
         """Fill the bits of one tensor of a file, and update checksums with the data that was read."""
-        dtype, structure = _kept_type(counterpart, self.dtype), self.merge.structure
+        dtype, structure = _tensor_dtype(counterpart, self.dtype), self.merge.structure
         target = view.T if counterpart.transposed else view.reshape(-1) if counterpart.flattened else view
         bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         for part in counterpart.parts:
@@ -366,11 +385,11 @@ class _ExportedTensors:
                 if part.dataset in self.factors:
                     values = values.float() * self.factors[part.dataset]
                 if adapter is not None:
-                    values = self.merge.merged(values, first - part.first, adapter)
+                    values = self.merge.add_update(values, first - part.first, adapter)
                 converted = values.to(dtype)
                 if dtype == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
-                    beyond = "has values beyond the range of fp16; use --dtype bf16 or fp32"
-                    raise HpctrainError(f"{structure.path}: {stored.dataset}: {beyond}")
+                    problem = "has values beyond the range of fp16; use --dtype bf16 or fp32"
+                    raise HpctrainError(f"{structure.path}: {stored.dataset}: {problem}")
                 shape = piece.local[len(part.index) :]
                 words = converted.view(bits).numpy().view(view.dtype).reshape(shape)
                 target[part.rows(first - part.first, shape[0])] = words
@@ -390,14 +409,14 @@ def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int
         yield Shard(name, stored.shape, start, local), part.first + row
 
 
-def _compare(structure: CheckpointIndex, read: Iterable[StoredTensor], totals: Sums) -> None:
-    """Raise InputOutputError if what all ranks have read differs from its checksums."""
-    for stored in read:
+def _compare(structure: CheckpointIndex, datasets: Iterable[StoredTensor], totals: Sums) -> None:
+    """Raise InputOutputError if datasets, as all ranks have read them, differ from their checksums."""
+    for stored in datasets:
         at = stored.pieces
         sums = totals[at] + checksum.seeds(stored.dataset, stored.kind, stored.shape)
         if not np.array_equal(sums, structure.sums[at]):
-            damage = "is damaged: it differs from its checksums"
-            raise InputOutputError(f"{structure.path}: {stored.dataset} {damage}")
+            problem = "is damaged: it differs from its checksums"
+            raise InputOutputError(f"{structure.path}: {stored.dataset} {problem}")
 
 
 def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:

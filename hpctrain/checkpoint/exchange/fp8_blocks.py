@@ -74,7 +74,7 @@ class Fp8Folder(TensorFolder):
         self._numbers, self._scales = (TensorFolder(folder.path, folder.tensors) for _ in range(2))
 
     def _shape_problem(self, name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
-        """Return a message if the scales of a matrix have not one element for each block."""
+        """Return a message if the scales of a matrix do not have one element for each block; else None."""
         matrix, scales = tensors[name], tensors.get(name + SCALES)
         if scales is None or len(matrix.shape) < len(self._block):
             return None
@@ -83,7 +83,7 @@ class Fp8Folder(TensorFolder):
         return message if list(scales.shape) != blocks else None
 
     def _problem(self, name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
-        """Return a message if scales are missing, a matrix has too few dims, or scales have another type."""
+        """Return a message if scales are missing or have a wrong type, or if a matrix has too few dims."""
         matrix, scales = tensors[name], tensors.get(name + SCALES)
         if scales is None:
             return f"requires {name}{SCALES}, which is not in these files"

@@ -1,4 +1,4 @@
-"""Adapters of a checkpoint, merged into the matrices that they are beside: W + (alpha / rank) B A."""
+"""Merging of the low-rank adapters of a checkpoint into its matrices: W + (alpha / rank) B A."""
 
 from __future__ import annotations
 
@@ -21,36 +21,53 @@ from hpctrain.sharding.state import MASTER, MODEL
 
 @dataclass(frozen=True)
 class AdapterMerge:
-    """The adapters of a checkpoint's model, if it has any."""
+    """Adapters of a checkpoint.
+
+    Attributes:
+        structure: Index of the checkpoint.
+        adapters: Settings of its adapters; None if it has none.
+    """
 
     structure: CheckpointIndex
     adapters: Adapters | None
 
-    def has(self, dataset: str) -> bool:
-        """Whether one belongs to a tensor, "/model/<name>.weight"."""
+    def has_adapter(self, dataset: str) -> bool:
+        """Return True if a weight "/model/<name>.weight" has an adapter."""
         return self._stored(dataset, "a") is not None
 
     def factors(self, source: TensorSource, dataset: str) -> tuple[Tensor, Tensor] | None:
-        """B and A of a tensor, in fp32, if it has any. InputOutputError where the file is damaged."""
+        """Return the factors B [out, rank] and A [rank, in] of a weight in fp32; None if it has no adapter.
+
+        Raises:
+            InputOutputError: They differ from their checksums.
+        """
         a, b = self._stored(dataset, "a"), self._stored(dataset, "b")
         if self.adapters is None or a is None or b is None:
             return None
         return self._read(source, b), self._read(source, a)
 
-    def merged(self, values: Tensor, first: int, factors: tuple[Tensor, Tensor]) -> Tensor:
-        """Rows of a matrix, flat, from the row `first` on, with those of (alpha / rank) B A added."""
+    def add_update(self, values: Tensor, first: int, factors: tuple[Tensor, Tensor]) -> Tensor:
+        """Return rows of a weight plus the same rows of (alpha / rank) B A, in fp32.
+
+        Args:
+            values: The rows, flat.
+            first: Number of the first row.
+            factors: B and A.
+        """
         assert self.adapters is not None
         b, a = factors
-        own = values.view(-1, a.shape[1])
-        return (own.float() + self.adapters.scale * (b[first : first + len(own)] @ a)).reshape(-1)
+        rows = values.view(-1, a.shape[1])
+        update = self.adapters.scale * (b[first : first + len(rows)] @ a)
+        return (rows.float() + update).reshape(-1)
 
     def _stored(self, dataset: str, factor: str) -> StoredTensor | None:
+        """Return the dataset of a factor "a" or "b", or its master weights; None if there is none."""
         name = f"{dataset.removesuffix('.weight')}.adapter.{factor}"
         datasets: Mapping[str, StoredTensor] = self.structure.datasets
         return datasets.get(name.replace(f"/{MODEL}/", f"/{MASTER}/", 1), datasets.get(name))
 
     def _read(self, source: TensorSource, stored: StoredTensor) -> Tensor:
-        """All of a small tensor in fp32, compared with its checksums."""
+        """Return a complete tensor in fp32 after comparing its checksums."""
         shard = Shard.replicated(stored.dataset.rpartition("/")[2], stored.shape)
         values = torch.empty(shard.elements, dtype=getattr(torch, stored.kind))
         sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)

@@ -1,4 +1,4 @@
-"""Import and export of models of `transformers` that hpctrain does not have itself, by their own names."""
+"""Import and export of models of `transformers` that hpctrain does not implement, by their own names."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class ModuleSource:
         return self.integers.get(dataset, torch.float32)
 
     @property
-    def described(self) -> str:
-        """The model in words."""
-        return _described(self.title, self.shapes)
+    def description(self) -> str:
+        """Name and number of parameters of the model, for messages."""
+        return _describe(self.title, self.shapes)
 
 
 def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: int) -> ModuleSource:
@@ -113,12 +113,12 @@ def open_module_source(path: Path, keys: Mapping[str, Any], rank: int, ranks: in
     names: dict[str, str] = {}
     problems: list[str] = []
     for dataset, shape in shapes.items():
-        own = dataset.split("/", 2)[2]
-        name = find_name(aliases.get(own, [own]), folder)
+        first_name = dataset.split("/", 2)[2]
+        name = find_name(aliases.get(first_name, [first_name]), folder)
         problem = mismatch(dataset, shape, name, folder)
         if problem is not None:
             problems.append(problem)
-        names[dataset] = name or own
+        names[dataset] = name or first_name
     unknown, ignored = folder.unknown_tensors()
     problems += unknown
     if problems:
@@ -150,7 +150,7 @@ def _sequence_note(keys: Mapping[str, Any]) -> str:
 
 
 def module_deck(keys: Mapping[str, Any], out: Path, folder: Path) -> Deck:
-    """Return a deck of a model alone; what else a deck needs is there in form only."""
+    """Return a deck of a model alone, with placeholders for other required keys."""
     lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
     model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
     lines += [f"{toml_key(name)} = {toml_value(value)}" for name, value in model.items()]
@@ -201,11 +201,14 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
         tokenizer,
         deck.batch.sequence,
     )
-    new = [NewTensor(name, type_name(kinds[name]), each.shape) for name, each in tensors.items()]
-    return PreparedExport(new, texts, sources, copy, _described(model_title(arguments), shapes), weight_dtype)
+    new_tensors = [NewTensor(name, type_name(kinds[name]), each.shape) for name, each in tensors.items()]
+    return PreparedExport(
+        new_tensors, texts, sources, copy, _describe(model_title(arguments), shapes), weight_dtype
+    )
 
 
-def _described(title: str, shapes: Mapping[str, Index]) -> str:
+def _describe(title: str, shapes: Mapping[str, Index]) -> str:
+    """Return name and number of parameters of a model in words."""
     parameters = sum(prod(shape) for dataset, shape in shapes.items() if dataset.startswith("/model/"))
     return f"{title}, {format_count(parameters)} parameters"
 

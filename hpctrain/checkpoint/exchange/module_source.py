@@ -1,4 +1,4 @@
-"""Models of `transformers` that hpctrain does not have itself, as sources of a run: their keys in a deck."""
+"""Keys of a deck with a model of `transformers` that hpctrain does not implement itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYS = ("module", "arguments", "blocks", "plan", "buffers", "vocabulary")
 def folder_module_keys(path: Path) -> dict[str, object]:
     """Return the keys of a deck with the model of a folder, by full name; see `causal_model_keys`.
 
-    They are empty if hpctrain has its architecture itself, or if the folder has no config.json.
+    They are empty if hpctrain implements its architecture itself, or if the folder has no config.json.
 
     Raises:
         HpctrainError: As in `native_architecture` and `causal_model_keys`.
@@ -43,5 +43,5 @@ def stored_module_keys(structure: CheckpointIndex) -> dict[str, object]:
     if deck is None:
         return {}
     keys = {f"model.{name}": getattr(deck.model, name) for name in _KEYS}
-    found: dict[str, object] = {key: value for key, value in keys.items() if value is not None}
-    return found | {"batch.sequence": deck.batch.sequence}
+    values: dict[str, object] = {key: value for key, value in keys.items() if value is not None}
+    return values | {"batch.sequence": deck.batch.sequence}

@@ -182,7 +182,7 @@ class ModuleFolder(TensorFolder):
     def _switch(self, tensor: str) -> str:
         """Return the true or false key without which the model has a tensor, or has it not; "" if unknown."""
         for key, names in self._switched_names.items():
-            if (tensor in names) != (tensor in _own_names(self._module)):
+            if (tensor in names) != (tensor in _state_names(self._module)):
                 return f"{key} = {getattr(self._config, key)}"
         return ""
 
@@ -196,7 +196,7 @@ class ModuleFolder(TensorFolder):
                 config, model_class = deepcopy(self._config), cast("Any", type(self._module))
                 with suppress(HpctrainError), run_user_code(key), torch.device("meta"):
                     setattr(config, key, not value)
-                    found[key] = _own_names(model_class._from_config(config))
+                    found[key] = _state_names(model_class._from_config(config))
         return found
 
     def _describe(self, tensor: AssembledTensor) -> TensorInfo:
@@ -204,7 +204,7 @@ class ModuleFolder(TensorFolder):
         return TensorInfo(first.kind, tensor.shape, first.file)
 
 
-def _own_names(module: nn.Module) -> set[str]:
+def _state_names(module: nn.Module) -> set[str]:
     """Return the names of a module's parameters and persistent buffers, a shared one by its first name."""
     return {dataset.split("/", 2)[2] for dataset in state_shapes(module)}
 

@@ -55,8 +55,8 @@ class Mxfp4Folder(TensorFolder):
                     f"{place}: must be bytes [experts, outputs, blocks, {_BYTES}] with scales"
                 )
             if count != _BYTES or tuple(rows) != scales.shape:
-                told = f"has shape {list(blocks.shape)}, expected {[*scales.shape, _BYTES]} for its scales"
-                raise HpctrainError(f"{place}: {told}")
+                problem = f"has shape {list(blocks.shape)}, expected {[*scales.shape, _BYTES]} for its scales"
+                raise HpctrainError(f"{place}: {problem}")
             shape = (rows[0], rows[2] * _ELEMENTS, rows[1])
             tensors[name] = replace(blocks, kind="BF16", shape=shape)
         super().__init__(folder.path, tensors)

@@ -1,7 +1,7 @@
-"""Adapters of a checkpoint by themselves, as the library `peft` has them.
+"""Export of the adapters of a checkpoint in the format of the library `peft`.
 
-Where one of their matrices holds several of ours side by side, as GPT-2's of queries, keys and values, its
-factors hold those of ours, and its rank is the sum of theirs.
+If a Hugging Face matrix holds several native ones, as GPT-2's of queries, keys and values, its factors hold
+those of all native matrices, and its rank is the sum of their ranks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,25 @@ _PREFIX = "base_model.model."
 
 
 def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> str:
-    """Write the adapters of a checkpoint as a folder for `peft`, complete or not there, in fp32; collective,
-    rank 0 writes. `base` is where its user finds the model that they are for.
+    """Write the adapters of a checkpoint as a folder for `peft` in fp32. Collective; rank 0 writes.
 
-    Returns what was written, in words. HpctrainError where there are none, or the folder has files.
+    Args:
+        world: The ranks.
+        checkpoint: The checkpoint.
+        folder: The new folder, which is written completely or not at all.
+        base: Name or path of the model to which users apply the adapters.
+
+    Returns:
+        Message for the user about what was written.
+
+    Raises:
+        HpctrainError: The checkpoint has no adapters, or the folder has files.
+        InputOutputError: A file cannot be read or written.
     """
     group = world.everyone
     structure = examine(checkpoint, group)
     temporary = folder.with_name(f".{folder.name}.tmp")
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
     try:
         with with_final_name(temporary, folder), raise_on_all_ranks(group):
             if group.rank == 0:
@@ -70,12 +80,12 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                 )
                 with open_tensors(structure.path) as source:
                     for each in tensors:
-                        if factors := _side_by_side(source, merge, each):
-                            found[each.name.removesuffix(".weight")] = factors
+                        if (pair := _joined_factors(source, merge, each)) is not None:
+                            factors[each.name.removesuffix(".weight")] = pair
                 temporary.mkdir(parents=True)
-                _write(temporary / _TENSORS, found)
+                _write(temporary / _TENSORS, factors)
                 transposed = any(each.transposed for each in tensors)
-                config = _config(adapters, found, base, transposed)
+                config = _config(adapters, factors, base, transposed)
                 write_text(temporary / _CONFIG, json.dumps(config, indent=2) + "\n")
                 flush_to_disk(temporary)
                 temporary.replace(folder)
@@ -84,52 +94,51 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
         if group.rank == 0 and temporary.exists():
             with suppress(HpctrainError, OSError):
                 delete_folder(temporary, _OWN_FILE)
-    return f"{folder}: {counted(len(found), 'adapter')}, fp32, for `peft` with the base model {base}"
+    return f"{folder}: {counted(len(factors), 'adapter')}, fp32, for `peft` with the base model {base}"
 
 
-def _side_by_side(
+def _joined_factors(
     source: TensorSource, merge: AdapterMerge, counterpart: Counterpart
 ) -> tuple[Tensor, Tensor] | None:
     """Return B and A of a Hugging Face matrix, for all native ones in it; None if these have no adapters."""
-    found = [(part, merge.factors(source, part.dataset)) for part in counterpart.parts]
-    own = [(part, *factors) for part, factors in found if factors is not None]
-    if not own:
+    pairs = [(part, merge.factors(source, part.dataset)) for part in counterpart.parts]
+    adapted = [(part, *pair) for part, pair in pairs if pair is not None]
+    if not adapted:
         return None
-    rows, rank = (
-        counterpart.shape[::-1][0] if counterpart.transposed else counterpart.shape[0],
-        own[0][2].shape[0],
-    )
-    outer = torch.zeros(rows, rank * len(own))
-    for number, (part, b, _) in enumerate(own):
-        held, target = part.rows(0, len(b)), outer[:, number * rank : (number + 1) * rank]
-        target[held if isinstance(held, slice) else torch.from_numpy(held)] = b
-    return outer, torch.cat([a for _, _, a in own])
+    out_features = counterpart.shape[-1 if counterpart.transposed else 0]
+    rank = adapted[0][2].shape[0]
+    joined = torch.zeros(out_features, rank * len(adapted))
+    for number, (part, b, _) in enumerate(adapted):
+        rows, target = part.rows(0, len(b)), joined[:, number * rank : (number + 1) * rank]
+        target[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = b
+    return joined, torch.cat([a for _, _, a in adapted])
 
 
-def _write(path: Path, found: dict[str, tuple[Tensor, Tensor]]) -> None:
+def _write(path: Path, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Write the factors B and A of each layer to a file."""
     tensors = {}
-    for name, (b, a) in found.items():
+    for name, (b, a) in factors.items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = a
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = b
-    described = [NewTensor(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    for name, view in create_tensor_file(path, described):
+    new_tensors = [NewTensor(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    for name, view in create_tensor_file(path, new_tensors):
         view[...] = tensors[name].contiguous().view(torch.int32).numpy().view(view.dtype)
 
 
 def _config(
-    adapters: Adapters, found: dict[str, tuple[Tensor, Tensor]], base: str, transposed: bool
+    adapters: Adapters, factors: dict[str, tuple[Tensor, Tensor]], base: str, transposed: bool
 ) -> dict[str, Any]:
-    """adapter_config.json; a matrix of several of ours has as many times the rank, and alpha."""
-    several = {name: len(a) // adapters.rank for name, (_, a) in found.items() if len(a) > adapters.rank}
+    """Return the content of adapter_config.json. Rank and alpha of joined matrices are sums."""
+    joined = {name: len(a) // adapters.rank for name, (_, a) in factors.items() if len(a) > adapters.rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
-        "target_modules": sorted(found),
-        "rank_pattern": {name: times * adapters.rank for name, times in several.items()},
-        "alpha_pattern": {name: times * adapters.alpha for name, times in several.items()},
+        "target_modules": sorted(factors),
+        "rank_pattern": {name: times * adapters.rank for name, times in joined.items()},
+        "alpha_pattern": {name: times * adapters.alpha for name, times in joined.items()},
         "fan_in_fan_out": transposed,
         "lora_dropout": 0.0,
         "bias": "none",

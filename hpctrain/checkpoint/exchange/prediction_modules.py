@@ -1,7 +1,7 @@
 """Modules of multi-token prediction in files of `transformers`, as those of DeepSeek-V3 have them.
 
 The module of depth k is layer `layers + k - 1`. It has copies of the embedding and of the output layer, which
-our models share.
+native models share.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def copied_tensors(shape: ModelShape, shapes: Mapping[str, Index]) -> Iterator[C
 
     Args:
         shape: Shape of the model.
-        shapes: Global shapes of our tensors by dataset.
+        shapes: Global shapes of the native tensors by dataset.
     """
     embedding = "/model/embedding.tokens.weight"
     for block in _blocks(shape):
@@ -78,12 +78,12 @@ def copied_tensors(shape: ModelShape, shapes: Mapping[str, Index]) -> Iterator[C
 
 
 def is_copy(name: str, shape: ModelShape) -> bool:
-    """Return True if a tensor of a folder is such a copy."""
+    """Return True if a tensor of a folder is a copy of the embedding or of the output layer."""
     return any(name == f"model.layers.{block}.{each}.weight" for block in _blocks(shape) for each in _COPIES)
 
 
 def without_modules(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRange]:
-    """Return the entries that are not of modules which a model of this shape does not have."""
+    """Return the entries without those of modules that a model of this shape does not have."""
     return [entry for entry in entries if _block_of(entry.dataset) < shape.layers + shape.mtp_layers]
 
 

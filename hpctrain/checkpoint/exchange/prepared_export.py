@@ -1,4 +1,4 @@
-"""What an export writes, before it is written, and the tensors of a checkpoint that it reads."""
+"""Plan of an export: tensors and texts to write, and the datasets of the checkpoint to read."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PreparedExport:
         tensors: Tensors of the files, in their order.
         texts: Contents of the other files, by name.
         sources: Datasets of the checkpoint that are read, each by its name in the model.
-        copy: Fills one tensor of a file.
-        described: The model in words.
+        copy: Function that fills one tensor of a file.
+        description: The model in words.
         dtype: dtype of the exported weights.
         note: What the files leave out, in words; "" if they have the complete model.
     """
@@ -39,7 +39,7 @@ class PreparedExport:
     texts: dict[str, str]
     sources: Mapping[str, StoredTensor]
     copy: CopyTensor
-    described: str
+    description: str
     dtype: torch.dtype
     note: str = ""
 
@@ -56,13 +56,15 @@ def export_dtype(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
 def stored_sources(
     structure: CheckpointIndex, shapes: Mapping[str, Index], dtype: torch.dtype, exact: Container[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Return what holds each dataset of a model: itself in this dtype, or else the most exact one.
+    """Return the dataset that is read for each one of a model: itself, or its master weights in fp32.
+
+    Master weights are read if the export has another dtype than the model's weights in the checkpoint.
 
     Args:
         structure: The checkpoint.
         shapes: Shape of each dataset.
         dtype: dtype of the export.
-        exact: Datasets of which the most exact one is taken in any case.
+        exact: Datasets for which master weights are read in any case.
 
     Raises:
         HpctrainError: Datasets are missing or have other shapes.
@@ -77,8 +79,8 @@ def stored_sources(
         if getattr(torch, stored.kind) != dtype or dataset in exact:
             stored = structure.datasets.get(dataset.replace("/model/", "/master/", 1), stored)
         if stored.shape != (shape or (1,)):
-            told = f"has shape {list(stored.shape)}, expected {list(shape)} by its deck"
-            problems.append(f"{structure.path}: {stored.dataset}: {told}")
+            message = f"has shape {list(stored.shape)}, expected {list(shape)} by its deck"
+            problems.append(f"{structure.path}: {stored.dataset}: {message}")
         sources[dataset] = stored
     if problems:
         raise first_difference(problems)

@@ -1,7 +1,7 @@
-"""A folder of safetensors files, one or several with an index: read in slices, written in pieces.
+"""Folders with one safetensors file, or several ones and an index: reading and writing box by box.
 
-What its JSON files say is distrusted: sizes are looked at before memory is taken, and names before a file
-is opened. Weights in pickles, which can run code, are never read.
+The content of JSON files is validated: sizes before memory is allocated, and names before a file is opened.
+Weights in pickles, which can run code, are never read.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 Index = tuple[int, ...]
 
-# Name in the file -> type, and back.
 TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""dtype of each type of weights in files."""
+
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TYPES.items()}
+"""Type in files of each dtype of weights."""
 
 _INTEGER_TYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64,
@@ -53,7 +55,13 @@ _EVERY_TYPE = {**TYPES, **_INTEGER_TYPES}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the folder: its type in the file, its shape, its file."""
+    """Description of a tensor in a folder.
+
+    Attributes:
+        kind: Type in the file, such as "BF16".
+        shape: Shape of the tensor.
+        file: Name of the file.
+    """
 
     kind: str
     shape: Index
@@ -61,24 +69,33 @@ class TensorInfo:
 
 
 class TensorFolder:
-    """The tensors of a folder, none of them in memory; made by `open_folder`."""
+    """Tensors in safetensors files of a folder, read on demand. `open_folder` returns one.
+
+    Args:
+        path: The folder.
+        tensors: Its tensors by name.
+    """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self.path, self.tensors = path, tensors
         self._name, self._file = "", cast(Any, None)
 
     def read(self, name: str, start: Index, shape: Index) -> Tensor:
-        """The box `shape` at `start` of a tensor, in the file's type."""
-        described = self.tensors[name]
+        """Return the box `shape` at `start` of a tensor, in the type of the file.
+
+        Raises:
+            InputOutputError: The file cannot be read.
+        """
+        info = self.tensors[name]
         if name != self._name:
-            # A file is mapped into memory: what has been read of it goes when it is opened anew.
+            # Files are mapped into memory. Closing one releases the pages that were read.
             self._name, self._file = name, None
-            self._file = _open(self.path / described.file)
+            self._file = _open(self.path / info.file)
         index = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
         try:
             box: Tensor = self._file.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
-            raise InputOutputError(f"{self.path / described.file}: {name} cannot be read: {error}") from None
+            raise InputOutputError(f"{self.path / info.file}: {name} cannot be read: {error}") from None
         return box
 
     def read_finite(self, name: str, start: Index, shape: Index) -> Tensor:
@@ -90,7 +107,7 @@ class TensorFolder:
         box = self.read(name, start, shape)
         bad = nonfinite_element(box)
         if bad is not None:
-            index = tuple(begin + own for begin, own in zip(start, bad[0], strict=True))
+            index = tuple(first + within for first, within in zip(start, bad[0], strict=True))
             weight = NonFiniteWeight(name, index, bad[1])
             remedy = "download or save the model again, or use another one"
             raise InputOutputError(nonfinite_sentence(self.path / self.tensors[name].file, weight, remedy))
@@ -98,27 +115,28 @@ class TensorFolder:
 
 
 def open_folder(path: Path) -> TensorFolder:
-    """Open every file of a folder and read what it says it holds.
+    """Open all safetensors files of a folder, and read the descriptions of their tensors.
 
-    HpctrainError for a folder without safetensors, or whose files and index do not fit each other;
-    InputOutputError for files that are missing, truncated or damaged.
+    Raises:
+        HpctrainError: The folder has no safetensors, or its files contradict its index.
+        InputOutputError: Files are missing, truncated or damaged.
     """
-    mapped = _weight_map(path)
+    weight_map = _weight_map(path)
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
-    for name in sorted(set(mapped.values())) if mapped is not None else [SINGLE]:
+    for name in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
         file = _open(path / name)
         for tensor in file.keys():  # noqa: SIM118 - it is no mapping
-            described = file.get_slice(tensor)
-            kind, shape = described.get_dtype(), tuple(described.get_shape())
-            if mapped is not None and mapped.get(tensor) != name:
+            view = file.get_slice(tensor)
+            kind, shape = view.get_dtype(), tuple(view.get_shape())
+            if weight_map is not None and weight_map.get(tensor) != name:
                 problems.append(
                     f"{path / name}: contains {tensor}, which {INDEX} does not list for this file"
                 )
             tensors[tensor] = TensorInfo(kind, shape, name)
     problems += [
         f"{path / name}: does not contain {tensor}, which {INDEX} lists for this file"
-        for tensor, name in (mapped or {}).items()
+        for tensor, name in (weight_map or {}).items()
         if tensor not in tensors
     ]
     if problems:
@@ -127,7 +145,11 @@ def open_folder(path: Path) -> TensorFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size; InputOutputError where it is none."""
+    """Return the JSON object in a file.
+
+    Raises:
+        InputOutputError: The file cannot be read, is too large, or is not a JSON object.
+    """
     try:
         content = parse_json(read_text(path, JSON_BYTES))
     except OSError as error:
@@ -140,12 +162,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Raise for a file of weights that are a pickle, by its name."""
+    """Raise HpctrainError if the name of a file is that of a pickle."""
     if path.suffix in PICKLES:
-        raise HpctrainError(_pickled(path, path.parent))
+        raise HpctrainError(_pickle_message(path, path.parent))
 
 
-def _pickled(file: Path, folder: Path) -> str:
+def _pickle_message(file: Path, folder: Path) -> str:
+    """Return the message about weights in a pickle, with a command that converts the folder."""
     names = (json.dumps(name, ensure_ascii=False) for name in (str(folder), f"{folder}-safetensors"))
     program = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({}).save_pretrained({})"
     return (
@@ -155,32 +178,32 @@ def _pickled(file: Path, folder: Path) -> str:
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
-    """The index, tensor to file; None where one file holds all."""
+    """Return the file of each tensor in the index of a folder; None if a single file has all tensors."""
     if (path / SINGLE).exists():
         return None
     if not (path / INDEX).exists():
         files = sorted(path.iterdir())
         shards = [file.name for file in files if _SHARD.fullmatch(file.name)]
         if shards:
-            tells = f"it says which tensors are in {shards[0]} and the other files"
-            raise InputOutputError(f"{path / INDEX}: no such file; {tells} (download the folder again)")
+            purpose = f"it lists the tensors in {shards[0]} and the other files"
+            raise InputOutputError(f"{path / INDEX}: no such file; {purpose} (download the folder again)")
         pickles = [file for file in files if file.suffix in PICKLES]
         if pickles:
-            raise HpctrainError(_pickled(pickles[0], path))
+            raise HpctrainError(_pickle_message(pickles[0], path))
         raise HpctrainError(f"{path}: contains no weights: neither {SINGLE} nor {INDEX}")
-    mapped = read_json(path / INDEX).get("weight_map")
-    if not isinstance(mapped, dict) or not mapped:
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise InputOutputError(f"{path / INDEX}: damaged: it has no weight_map")
-    for tensor, file in mapped.items():
+    for tensor, file in weight_map.items():
         safe = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
         if not safe or Path(file).name != file:
-            asked = "must be a .safetensors file in this folder"
-            raise HpctrainError(f"{path / INDEX}: {tensor} in {file!r}: {asked}")
-    return mapped
+            expected = "must be a .safetensors file in this folder"
+            raise HpctrainError(f"{path / INDEX}: {tensor} in {file!r}: {expected}")
+    return weight_map
 
 
 def _open(file: Path) -> Any:
-    """The library's view of a file, which has checked its header."""
+    """Open a file with the library of safetensors, which validates its header."""
     try:
         open_regular(file).close()
         return safe_open(file, framework="pt", device="cpu")
@@ -192,7 +215,13 @@ def _open(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to be written: its type's name in the file and its shape."""
+    """Tensor that is to be written.
+
+    Attributes:
+        name: Name in the file.
+        kind: Type in the file, such as "BF16".
+        shape: Shape of the tensor.
+    """
 
     name: str
     kind: str
@@ -200,7 +229,7 @@ class NewTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of its elements in bytes."""
         return prod(self.shape) * _EVERY_TYPE[self.kind].itemsize
 
 
@@ -209,16 +238,16 @@ def type_name(dtype: torch.dtype) -> str:
     return next(name for name, each in _EVERY_TYPE.items() if each == dtype)
 
 
-def split_into_files(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTensor]]:
-    """Files by name, each with tensors of at most `most` bytes together, or with a single larger one."""
+def split_into_files(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTensor]]:
+    """Return files by name, each with tensors of at most `max_bytes` in total, or with one larger tensor."""
     files: list[list[NewTensor]] = []
-    room = 0
+    free_bytes = 0
     for tensor in tensors:
-        if tensor.nbytes > room or not files:
+        if tensor.nbytes > free_bytes or not files:
             files.append([])
-            room = most
+            free_bytes = max_bytes
         files[-1].append(tensor)
-        room -= tensor.nbytes
+        free_bytes -= tensor.nbytes
     if len(files) <= 1:
         return {SINGLE: list(tensors)}
     count = len(files)
@@ -226,18 +255,26 @@ def split_into_files(tensors: Sequence[NewTensor], most: int) -> dict[str, list[
 
 
 def shard_index(files: Mapping[str, Sequence[NewTensor]]) -> dict[str, Any]:
-    """What the index says of several files."""
+    """Return the content of the index of several files."""
     size = sum(tensor.nbytes for file in files.values() for tensor in file)
-    mapped = sorted((tensor.name, name) for name, file in files.items() for tensor in file)
-    return {"metadata": {"total_size": size}, "weight_map": dict(mapped)}
+    names = sorted((tensor.name, name) for name, file in files.items() for tensor in file)
+    return {"metadata": {"total_size": size}, "weight_map": dict(names)}
 
 
 def create_tensor_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Make a safetensors file, giving name and pages of one tensor after another, to be overwritten.
+    """Create a safetensors file, and yield name and memory of each tensor for the caller to fill.
 
-    Elements are given as their bits, unsigned integers; tensors without elements are left out. The space is
-    taken first, so that a full disk shows as an OSError. After the last tensor the file is on the disk, and
-    the library has read it.
+    The memory is mapped from the file and has the bits of the elements as unsigned integers. Tensors without
+    elements are not yielded. All space is allocated first. After the last tensor, the file is synced to the
+    disk and its header is validated.
+
+    Args:
+        path: The file, which must not exist.
+        tensors: Its tensors.
+
+    Raises:
+        OSError: The file cannot be created, for example since the disk is full.
+        InputOutputError: The header of the file differs from what was written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -269,6 +306,6 @@ def create_tensor_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tup
 
 
 def write_text(path: Path, text: str) -> None:
-    """A new text file, on the disk when this returns."""
+    """Write a text file and sync it to the disk."""
     path.write_text(text, encoding="utf-8")
     flush_to_disk(path)

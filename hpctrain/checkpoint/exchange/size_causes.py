@@ -30,11 +30,10 @@ _FLAGGED_TENSORS: Mapping[str, re.Pattern[str]] = MappingProxyType(
 
 
 def size_text(key: str, value: int, config: Config) -> str:
-    """Return a size of a config.json, and that it is a default if the file does not say it."""
-    says = any(
-        config.get(each) is not None for each in (EXPERT_COUNT_KEYS if key in EXPERT_COUNT_KEYS else (key,))
-    )
-    return f"{key} = {value}" if says else f"{key} is missing and {value} by default"
+    """Return a key with its size in words, which say if it is a default that the config.json lacks."""
+    names = EXPERT_COUNT_KEYS if key in EXPERT_COUNT_KEYS else (key,)
+    is_in_config = any(config.get(name) is not None for name in names)
+    return f"{key} = {value}" if is_in_config else f"{key} is missing and {value} by default"
 
 
 def likely_cause(
@@ -63,10 +62,11 @@ def likely_cause(
         if numbers and len(numbers) != expected_count:
             return f", where {size_text(key, size, config)}, but the files have {len(numbers)}"
     for tensor in expected:
-        held = stored.get(tensor.name)
-        if held is None or len(held.shape) != len(tensor.shape) or held.shape == tensor.shape:
+        info = stored.get(tensor.name)
+        if info is None or len(info.shape) != len(tensor.shape) or info.shape == tensor.shape:
             continue
-        different = {own for own, its in zip(tensor.shape, held.shape, strict=True) if own != its}
+        pairs = zip(tensor.shape, info.shape, strict=True)
+        different = {size for size, stored_size in pairs if size != stored_size}
         for key, value, result in _sizes(tensor.parts[0].dataset, architecture, shape):
             if result in different:
                 others = [each for each in _HEAD_KEYS if each != key and config.get(each) is not None]

@@ -1,4 +1,4 @@
-"""Models to start from: folders of Hugging Face's and checkpoints of ours; each rank reads its pieces."""
+"""Sources of initial weights: Hugging Face folders and checkpoints, from which each rank reads its pieces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 )
 from hpctrain.checkpoint.exchange.size_causes import likely_cause, size_text
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer, tokenizer_of_folder
-from hpctrain.checkpoint.exchange.upcycle import upcycled
+from hpctrain.checkpoint.exchange.upcycle import dense_entries
 from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.load import in_types, load
 from hpctrain.checkpoint.stored_deck import stored_deck
@@ -73,13 +73,12 @@ from hpctrain.parallel.scalar_head import NAME as SCORE
 from hpctrain.sharding.state import MASTER, MODEL
 from hpctrain.text import counted, either
 
-# Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
 _ROWS = {
     "embedding.tokens.weight": "vocabulary",
     "head.weight": "vocabulary",
     "embedding.positions.weight": "sequence",
 }
-
+"""Tensors whose numbers of rows may differ between source and run, and the field of ModelShape with it."""
 
 EMBEDDING = "/model/embedding.tokens.weight"
 """Dataset of the vectors of tokens."""
@@ -87,14 +86,15 @@ EMBEDDING = "/model/embedding.tokens.weight"
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Tensors of a Hugging Face folder in our names and our orientation, as fp32.
+    """Hugging Face folder, seen as native tensors in fp32.
 
     Attributes:
         folder: The folder.
         shape: Shape of its model.
-        shapes: Global shapes of our datasets.
-        parts: Parts of tensors of the folder that make up each dataset, by the leading index of the piece: ()
-            is the complete dataset. The pieces of a vector are by their first element.
+        shapes: Global shapes of the native datasets.
+        parts: Parts of tensors of the folder that make up each dataset, by the leading index of the piece.
+        The
+            index () means the complete dataset. Pieces of a vector have their first element as index.
     """
 
     folder: TensorFolder
@@ -109,16 +109,16 @@ class ModelFolder:
             return self._read(*parts[()], start, shape)
         values = torch.empty(shape)
         if all(part.start is not None for _, part in parts.values()):
-            for (place,), (counterpart, part) in parts.items():
-                first, last = max(place, start[0]), min(place + part.shape[0], start[0] + shape[0])
+            for (begin,), (counterpart, part) in parts.items():
+                first, last = max(begin, start[0]), min(begin + part.shape[0], start[0] + shape[0])
                 if first < last:
-                    piece = self._read(counterpart, part, (first - place,), (last - first,))
+                    piece = self._read(counterpart, part, (first - begin,), (last - first,))
                     values[first - start[0] : last - start[0]] = piece
             return values
         depth = len(next(iter(parts)))
-        for place in np.ndindex(*shape[:depth]):
-            index = tuple(int(s + n) for s, n in zip(start, place, strict=False))
-            values[place] = self._read(*parts[index], start[depth:], shape[depth:])
+        for offset in np.ndindex(*shape[:depth]):
+            index = tuple(int(s + n) for s, n in zip(start, offset, strict=False))
+            values[offset] = self._read(*parts[index], start[depth:], shape[depth:])
         return values
 
     def dtype(self, dataset: str) -> torch.dtype:  # noqa: ARG002
@@ -126,7 +126,7 @@ class ModelFolder:
         return torch.float32
 
     def require_equal_copies(self, rank: int, ranks: int, modules: bool = True) -> None:
-        """Compare the copies of embedding and output layer in the files, if there are any, with these.
+        """Compare copies of the embedding and of the output layer in the files with these, if there are any.
 
         Args:
             rank: Rank that calls this, which compares every `ranks`-th piece.
@@ -167,6 +167,7 @@ class ModelFolder:
         return True
 
     def _read(self, counterpart: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
+        """Return a box of a native tensor, or of its piece, from the Hugging Face tensor that holds it."""
         if part.expert_order is not None:
             return part.expert_order.read(
                 partial(self.folder.read_finite, counterpart.name), start, shape
@@ -177,15 +178,15 @@ class ModelFolder:
             flat = (
                 self.folder.read_finite(counterpart.name, (first, 0), (last - first, width)).float().flatten()
             )
-            inside = np.arange(start[0], start[0] + shape[0])
-            rows = inside if part.order is None else np.asarray(part.rows(start[0], shape[0]))
+            features = np.arange(start[0], start[0] + shape[0])
+            rows = features if part.order is None else np.asarray(part.rows(start[0], shape[0]))
             return flat[torch.from_numpy(rows - first * width)]
         if part.order is not None:
             rows = np.asarray(part.rows(start[0], shape[0]))
             low, high = int(rows.min()), int(rows.max()) + 1
-            covering = (high - low, *shape[1:])
-            rows_read = self.folder.read_finite(counterpart.name, (low, *start[1:]), covering).float()
-            return rows_read[torch.from_numpy(rows - low)]
+            extent = (high - low, *shape[1:])
+            all_rows = self.folder.read_finite(counterpart.name, (low, *start[1:]), extent).float()
+            return all_rows[torch.from_numpy(rows - low)]
         start = (start[0] + part.first, *start[1:])
         if counterpart.transposed:
             return self.folder.read_finite(counterpart.name, start[::-1], shape[::-1]).t().float()
@@ -226,7 +227,7 @@ _EXPERT_KEYS = (
     *("router", "router_normalize", "router_scale"),
     *("router_groups", "router_groups_per_token", "router_group_best"),
 )
-"""Keys of [model.experts] on which what a model computes depends."""
+"""Keys of [model.experts] that change what a model computes."""
 
 
 def model_keys(shape: ModelShape) -> dict[str, object]:
@@ -234,24 +235,27 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["head_size", *CHOICES, "embedding_multiplier", "norm_epsilon"]
     names += [name for name in ("attention_scale", "rope_local_base") if getattr(shape, name) is not None]
-    by = shape.width_scaling
-    base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
+    scaling = shape.width_scaling
+    base = {
+        "base_width": round(shape.hidden / scaling.width),
+        "base_head_size": round(shape.head_size / scaling.head),
+    }
     names += ["rope_base"] if shape.positions == "rotary" else []
-    scaled = {} if by == STANDARD else {"parametrization": "mup", **base}
-    own = {name: getattr(shape, name) for name in names}
+    mup_keys = {} if scaling == STANDARD else {"parametrization": "mup", **base}
+    keys = {name: getattr(shape, name) for name in names}
     if shape.latent is not None:
-        own |= {f"latent.{name}": value for name, value in shape.latent if value is not None}
+        keys |= {f"latent.{name}": value for name, value in shape.latent if value is not None}
     if (experts := shape.experts) is not None:
-        own |= {f"experts.{key}": getattr(experts, key) for key in _EXPERT_KEYS}
+        keys |= {f"experts.{key}": getattr(experts, key) for key in _EXPERT_KEYS}
         if experts.balance == "bias":  # without a bias in the router, the deck says how the load is balanced
-            own["experts.balance"] = experts.balance
+            keys["experts.balance"] = experts.balance
     if shape.rope_scaling is not None:
-        own |= {f"rope_scaling.{name}": value for name, value in scaling_values(shape.rope_scaling).items()}
-    return own | scaled
+        keys |= {f"rope_scaling.{name}": value for name, value in scaling_values(shape.rope_scaling).items()}
+    return keys | mup_keys
 
 
 def source_tokenizer(path: Path) -> tuple[str | None, str]:
-    """Return the text of the tokenizer of a model to start from; or None and the reason, in words.
+    """Return the text of the tokenizer of a source and ""; or None and the reason why there is none.
 
     Raises:
         HpctrainError: There is no such model.
@@ -264,14 +268,14 @@ def source_tokenizer(path: Path) -> tuple[str | None, str]:
 
 
 def source_state(path: Path, vocabulary: int | None) -> dict[str, Any]:
-    """Return what the state of a checkpoint says of the tokenizer and the settings of a model to start from.
+    """Return the state of a source, or only its keys for the tokenizer if the source is a folder.
 
     Args:
-        path: a Hugging Face folder or a checkpoint; of others nothing is known.
-        vocabulary: number of tokens of the model, which a tokenizer may not exceed; None if it is not known.
+        path: Hugging Face folder or checkpoint. Other paths have no tokenizer.
+        vocabulary: Number of tokens of the model, which a tokenizer may not exceed; None if it is unknown.
 
     Raises:
-        HpctrainError: a checkpoint cannot be read.
+        HpctrainError: A checkpoint cannot be read.
     """
     if path.is_dir():
         text, settings, _ = tokenizer_of_folder(path, vocabulary or _MOST_TOKENS)
@@ -282,6 +286,7 @@ def source_state(path: Path, vocabulary: int | None) -> dict[str, Any]:
 
 
 _MOST_TOKENS = 1 << 32
+"""Bound for the tokens of a tokenizer if the size of the vocabulary is unknown."""
 
 
 def training_note(path: Path, dropout: float = 0.0) -> str:
@@ -314,8 +319,8 @@ def stored_shape(structure: CheckpointIndex) -> ModelShape:
     if deck.model.vocabulary is None:
         raise HpctrainError(f"{path}: its deck: model.vocabulary is missing")
     if deck.model.layers > len(structure.datasets):
-        held = f"the file holds {len(structure.datasets)} tensors"
-        raise HpctrainError(f"{path}: its deck: model.layers = {deck.model.layers}, but {held}")
+        tensors = f"the file holds {len(structure.datasets)} tensors"
+        raise HpctrainError(f"{path}: its deck: model.layers = {deck.model.layers}, but {tensors}")
     return ModelShape.of(deck, deck.model.vocabulary)
 
 
@@ -332,16 +337,16 @@ def open_model(path: Path) -> ModelFolder:
     folder = dequantized(open_folder(path), config, architecture.files.quantization)
     shape = with_stored_modules(shape, config, architecture, folder.tensors, str(path / CONFIG))
     if shape.layers > len(folder.tensors):
-        held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
-        said = size_text(architecture.files.config_sizes["layers"][0], shape.layers, config)
-        raise HpctrainError(f"{path / CONFIG}: {said}: describes more layers than there are, since {held}")
+        files = f"the files hold {counted(len(folder.tensors), 'tensor')}"
+        size = size_text(architecture.files.config_sizes["layers"][0], shape.layers, config)
+        raise HpctrainError(f"{path / CONFIG}: {size}: describes more layers than there are, since {files}")
     mixtures = len(shape.mixture_blocks)
-    have_tensors = any(isinstance(rule, StackRule) for rule in architecture.rules)
+    has_tensor_per_expert = any(isinstance(rule, StackRule) for rule in architecture.rules)
     experts = 0 if shape.experts is None else shape.experts.count
-    if have_tensors and experts * mixtures > len(folder.tensors):
-        held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
-        described = f"{counted(experts, 'expert')} in each of {counted(mixtures, 'layer')}"
-        raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
+    if has_tensor_per_expert and experts * mixtures > len(folder.tensors):
+        files = f"the files hold {counted(len(folder.tensors), 'tensor')}"
+        layers = f"{counted(experts, 'expert')} in each of {counted(mixtures, 'layer')}"
+        raise HpctrainError(f"{path / CONFIG}: describes {layers}, but {files}")
     shapes = tensor_shapes(shape)
     tensors = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     prefix = architecture.files.prefix
@@ -354,8 +359,8 @@ def open_model(path: Path) -> ModelFolder:
     parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
     for each in tensors:
         for part in each.parts:
-            place = part.index if part.start is None else (part.start,)
-            parts.setdefault(part.dataset, {})[place] = (each, part)
+            index = part.index if part.start is None else (part.start,)
+            parts.setdefault(part.dataset, {})[index] = (each, part)
     return ModelFolder(folder, shape, shapes, parts)
 
 
@@ -405,33 +410,36 @@ def load_source(
             _require_head(path, model.shape, head)
             modules = has_entries_of_modules(entries, model.shape)
             model.require_equal_copies(group.rank, group.size, modules)
-            with in_types(_known(entries, model.shape), lambda _: "float32") as wanted:
-                for entry in wanted:
-                    _fill(_fitted(entry, model.shape), model)
+            source_entries = _source_entries(entries, model.shape)
+            with in_types(source_entries, lambda _: "float32") as fp32_entries:
+                for entry in fp32_entries:
+                    _fill(_with_source_rows(entry, model.shape), model)
         return model.shape
     structure = examine(path, group)
     with raise_on_all_ranks(group):
         shape = stored_shape(structure)
         _require_head(path, shape, head)
         _require_adapters(path, shape, adapters)
-    fitted = [_stored(_fitted(entry, shape), structure) for entry in _known(entries, shape)]
+    source_entries = [
+        _most_exact(_with_source_rows(entry, shape), structure) for entry in _source_entries(entries, shape)
+    ]
     kinds = {name: stored.kind for name, stored in structure.datasets.items()}
     left = () if shape.adapters is None else (MODEL,)
-    with in_types(fitted, lambda entry: kinds.get(entry.dataset, entry.kind)) as found:
+    with in_types(source_entries, lambda entry: kinds.get(entry.dataset, entry.kind)) as read_entries:
         strict = head == shape.head and not shape.mtp_layers  # a run need not have its modules
-        load(structure, group, found, strict=strict, zero_padding=False, left=left)
-        require_finite(group, path, found, "start from an earlier checkpoint, or from another model")
+        load(structure, group, read_entries, strict=strict, zero_padding=False, left=left)
+        require_finite(group, path, read_entries, "start from an earlier checkpoint, or from another model")
     return shape
 
 
-def _stored(entry: TensorRange, structure: CheckpointIndex) -> TensorRange:
-    """Return an entry whose dataset is the most exact one that a checkpoint has of it."""
+def _most_exact(entry: TensorRange, structure: CheckpointIndex) -> TensorRange:
+    """Return the entry of the master weights if the checkpoint has them, or else the entry itself."""
     exact = entry.dataset.replace(f"/{MODEL}/", f"/{MASTER}/", 1)
     return replace(entry, dataset=exact) if exact in structure.datasets else entry
 
 
 def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
-    """Raise HpctrainError if a model without logits is the start of one with them."""
+    """Raise HpctrainError if the source is a reward model, and the run trains a language model."""
     if shape.head == "scalar" and head == "vocabulary":
         raise HpctrainError(
             f"{path}: is a reward model, whose head computes scores instead of logits; start from the "
@@ -442,13 +450,16 @@ def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
 def _require_adapters(path: Path, shape: ModelShape, adapters: Adapters | None) -> None:
     """Raise HpctrainError if a source has other adapters than a run."""
     if shape.adapters is not None and shape.adapters != adapters:
-        here = "this run has none" if adapters is None else f"this run has adapters of {_told(adapters)}"
-        merged = "`hpctrain export` merges them into the weights"
-        raise HpctrainError(f"{path}: has adapters of {_told(shape.adapters)}, but {here} ({merged})")
+        run = "this run has none" if adapters is None else f"this run has {_describe_adapters(adapters)}"
+        hint = "`hpctrain export` merges them into the weights"
+        raise HpctrainError(f"{path}: has {_describe_adapters(shape.adapters)}, but {run} ({hint})")
 
 
-def _told(adapters: Adapters) -> str:
-    return f"rank {adapters.rank}, alpha {adapters.alpha:g}, targets {toml_value(adapters.targets)}"
+def _describe_adapters(adapters: Adapters) -> str:
+    """Return the settings of adapters in words."""
+    return (
+        f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, targets {toml_value(adapters.targets)}"
+    )
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -465,14 +476,14 @@ def _folder_shape(path: Path) -> ModelShape:
     return shape_of(read_json(path / CONFIG), str(path / CONFIG))
 
 
-def _known(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRange]:
-    """Return the entries that a source of this shape has; for experts, those of its feed-forward parts."""
+def _source_entries(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRange]:
+    """Return the entries that a source of this shape has. Experts read from its feed-forward parts."""
     if shape.head == "vocabulary":
         entries = [entry for entry in entries if entry.dataset != f"/model/{SCORE}"]
     if shape.adapters is None:
         entries = [entry for entry in entries if not is_adapter(entry.shard.name)]
     if shape.experts is None:
-        entries = [dense for entry in entries for dense in upcycled(entry)]
+        entries = [dense for entry in entries for dense in dense_entries(entry)]
     entries = without_modules(entries, shape)
     biased = shape.experts is not None and shape.experts.balance == "bias"
     return [entry for entry in entries if biased or not entry.dataset.startswith(f"/{ROUTER_BIAS}/")]
@@ -487,23 +498,23 @@ def _differences(
     """Yield messages about tensors that only the model of config.json or only the folder has."""
     expected = {each.name: each.shape for each in tensors}
     for name, size in expected.items():
-        held = folder.tensors.get(name)
-        if held is None:
+        tensor = folder.tensors.get(name)
+        if tensor is None:
             yield f"{folder.path}: {name}: not in these files, expected with shape {list(size)} by {CONFIG}"
-        elif held.shape != size:
-            shapes = f"has shape {list(held.shape)}, expected {list(size)} by {CONFIG}"
-            yield f"{folder.path / held.file}: {name}: {shapes}"
-        elif held.kind not in TYPES:
-            yield f"{folder.path / held.file}: {name}: has type {held.kind}, expected {either(TYPES)}"
-    for name, held in folder.tensors.items():
+        elif tensor.shape != size:
+            shapes = f"has shape {list(tensor.shape)}, expected {list(size)} by {CONFIG}"
+            yield f"{folder.path / tensor.file}: {name}: {shapes}"
+        elif tensor.kind not in TYPES:
+            yield f"{folder.path / tensor.file}: {name}: has type {tensor.kind}, expected {either(TYPES)}"
+    for name, tensor in folder.tensors.items():
         ignored = re.fullmatch(architecture.files.buffers, name) or (shape.tied and name == HEAD)
-        ignored = ignored or 0 in held.shape  # such as matrices of 0 shared experts
+        ignored = ignored or 0 in tensor.shape  # such as matrices of 0 shared experts
         if name not in expected and not ignored and not is_copy(name, shape):
-            yield f"{folder.path / held.file}: {name}: in this file, but not in the model of {CONFIG}"
+            yield f"{folder.path / tensor.file}: {name}: in this file, but not in the model of {CONFIG}"
 
 
-def _fitted(entry: TensorRange, shape: ModelShape) -> TensorRange:
-    """Return an entry as a piece of the source's tensor. Rows beyond that tensor count as padding."""
+def _with_source_rows(entry: TensorRange, shape: ModelShape) -> TensorRange:
+    """Return an entry as a piece of the source's tensor. Further rows of the run are its padding."""
     shard = entry.shard
     if shard.name not in _ROWS:
         return entry
@@ -512,7 +523,7 @@ def _fitted(entry: TensorRange, shape: ModelShape) -> TensorRange:
 
 
 def _fill(entry: TensorRange, model: ModelFolder) -> None:
-    """Read the values of an entry; padding stays as it is."""
+    """Read the values of an entry, without changing padding."""
     assert entry.kind == "float32", entry.kind
     for box in boxes_of(entry):
         for chunk in box.cut(BUFFER_BYTES // 4):

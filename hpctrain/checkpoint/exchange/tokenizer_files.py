@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint as the files of a Hugging Face folder, and back."""
+"""Conversion of the tokenizer of a checkpoint to the files of a Hugging Face folder and from these."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, read_text
 
 _CODE = "auto_map"
-"""Key by which a folder names code of its own, which is not exported."""
+"""Key that names Python code in the folder, which is not exported."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int, imported_context: object) -> dict[str, Any]:
     """Return names and contents of the files that `transformers` reads of a tokenizer.
 
-    What the settings hold comes out again. Bytes become a byte-level BPE without merges, which gives every
-    byte its own number as id.
+    Imported settings are exported again. The tokenizer of bytes is exported as a byte-level BPE without
+    merges, in which the id of each byte is its number.
 
     Args:
-        tokenizer: the tokenizer with its settings.
-        context: number of tokens that the model sees.
-        imported_context: number of them where the model was imported; None if it was not.
+        tokenizer: The tokenizer with its settings.
+        context: Context length of the model in tokens.
+        imported_context: Context length in the imported config.json; None if the model was not imported.
 
     Returns:
         Text, or an object to be written as JSON, of each file.
@@ -53,14 +53,14 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, imported_context: object
         "clean_up_tokenization_spaces": False,
         **settings.special_tokens,
         **imported,
-        "model_max_length": _longest(imported.get("model_max_length"), context, imported_context),
+        "model_max_length": _max_length(imported.get("model_max_length"), context, imported_context),
     }
     if isinstance(config.get("eos_token"), list):  # transformers takes one token; the others are in the ids
         config["eos_token"] = settings.special_tokens.get("eos_token")
     if not config.get("eos_token"):
         config["eos_token"] = end
     if TOKENIZER_CONFIG not in settings.files or not {*imported} - {"chat_template", "eos_token"}:
-        config.setdefault("bos_token", end)  # nothing was imported: a document begins behind the last one
+        config.setdefault("bos_token", end)  # nothing was imported: the end of a document begins the next one
     files: dict[str, Any] = {TOKENIZER_FILE: bytes_json() if tokenizer.text == BYTES else tokenizer.text}
     if settings.jinja is not None:
         files[TEMPLATE_FILE] = settings.jinja
@@ -74,15 +74,15 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, imported_context: object
     return {**files, TOKENIZER_CONFIG: config}
 
 
-def _longest(imported: object, context: int, imported_context: object) -> int | float:
-    """Return the most tokens of a text: as imported, unless training changed what the model sees."""
+def _max_length(imported: object, context: int, imported_context: object) -> int | float:
+    """Return `model_max_length`: the imported value unless training changed the context length."""
     if isinstance(imported, bool) or not isinstance(imported, int | float) or imported < 1:
         return context
     return imported if imported_context in {None, context} else context
 
 
 def special_ids(tokenizer: Tokenizer | None) -> Mapping[str, int]:
-    """Return ids of special tokens by the names that configurations have for them, as `bos_token_id`."""
+    """Return ids of special tokens by their keys in a config.json, such as `bos_token_id`."""
     if tokenizer is None:
         return {}
     roles = tokenizer.settings.special_tokens
@@ -91,7 +91,7 @@ def special_ids(tokenizer: Tokenizer | None) -> Mapping[str, int]:
 
 
 def folder_tokenizer(folder: Path) -> tuple[str | None, str]:
-    """Return the text of the tokenizer file of a folder, whatever it is; or None and the reason, in words."""
+    """Return the text of a folder's tokenizer file and "", without validation; or None and the reason."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         return None, f"it has no {TOKENIZER_FILE}"
@@ -102,7 +102,7 @@ def folder_tokenizer(folder: Path) -> tuple[str | None, str]:
 
 
 def import_warnings(text: str, settings: TokenizerSettings, folder: Path) -> list[str]:
-    """Return what is wrong with special tokens of a folder that are ignored, each with its file.
+    """Return warnings about special tokens of a folder that are ignored, each with its file.
 
     Args:
         text: The tokenizer's text, as `tokenizer_of_folder` returns it.
@@ -144,10 +144,14 @@ def refuse_damaged_tokenizer(folder: Path) -> None:
 
 
 def tokenizer_of_folder(folder: Path, vocabulary: int) -> tuple[str | None, TokenizerSettings, str]:
-    """Return the tokenizer of a model's folder, and the settings of both.
+    """Return the tokenizer of a model's folder.
+
+    Args:
+        folder: The folder.
+        vocabulary: Number of tokens of the model, which the tokenizer may not exceed.
 
     Returns:
-        Its text; or None, and why there is none that can be used, in words. The settings either way.
+        Text of the tokenizer, or None; the settings; and the reason for None in words, or "".
     """
     try:
         settings = TokenizerSettings.of_folder(folder)

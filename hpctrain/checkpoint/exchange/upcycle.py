@@ -1,7 +1,7 @@
-"""A mixture of experts begun from a dense model (sparse upcycling, arXiv 2212.05055).
+"""Initialization of a mixture of experts from a dense model (sparse upcycling, arXiv 2212.05055).
 
-Every expert begins as a copy of the block's feed-forward part; routers are new. As the weights of a token's
-experts add up to one, the mixture computes at first what the dense model does.
+Each expert is a copy of the feed-forward part of its block, and routers are new. Since the weights of a
+token's experts add up to one, the mixture first computes the same as the dense model.
 """
 
 from __future__ import annotations
@@ -14,29 +14,34 @@ from hpctrain.checkpoint.tensor_ranges import Index, TensorRange
 from hpctrain.parallel.shards import Shard
 
 _EXPERTS = {
-    f".experts.{ours}.{kind}": tuple(f".{each}.{kind}" for each in dense)
-    for ours, dense in (("gate_up", ("gate", "up")), ("up", ("up",)), ("down", ("down",)))
+    f".experts.{native_name}.{kind}": tuple(f".{each}.{kind}" for each in dense)
+    for native_name, dense in (("gate_up", ("gate", "up")), ("up", ("up",)), ("down", ("down",)))
     for kind in ("weight", "bias")
 }
 _ROUTER = (".feed_forward.router.weight", ".feed_forward.router.bias")
 
 
-def upcycled(entry: TensorRange) -> Iterator[TensorRange]:
-    """Of an entry `/model/<name>` of a mixture what a dense model has for it: nothing of a router, of experts
-    one entry of the feed-forward part for each expert's matrix of which this rank has elements.
+def dense_entries(entry: TensorRange) -> Iterator[TensorRange]:
+    """Yield the entries of a dense model whose values initialize an entry of a mixture.
+
+    They are none for a router. For experts, there is an entry of the feed-forward part for each expert of
+    which this rank has elements.
+
+    Args:
+        entry: Entry `/model/<name>` of the mixture.
     """
     name = entry.shard.name
     if name.endswith(_ROUTER):
         return
     for suffix, dense in _EXPERTS.items():
         if name.endswith(suffix):
-            yield from _copies(entry, tuple(name.removesuffix(suffix) + each for each in dense))
+            yield from _entries_of_experts(entry, tuple(name.removesuffix(suffix) + each for each in dense))
             return
     yield entry
 
 
-def _copies(entry: TensorRange, names: tuple[str, ...]) -> Iterator[TensorRange]:
-    """Those of [experts, ...], or [experts, names, ...] where there are several names."""
+def _entries_of_experts(entry: TensorRange, names: tuple[str, ...]) -> Iterator[TensorRange]:
+    """Yield the entries for a tensor [experts, ...], or [experts, names, ...] if there are several names."""
     shard = entry.shard
     depth = 1 if len(names) == 1 else 2
     inner: Index = shard.local[depth:]

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.checkpoint.exchange.source import read_source_keys
-from hpctrain.checkpoint.exchange.upcycle import upcycled
+from hpctrain.checkpoint.exchange.upcycle import dense_entries
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
@@ -54,7 +54,7 @@ def test_experts_are_copies_whatever_a_rank_holds_of_them(name: str) -> None:
     for first in range(0, shard.elements, 7):
         for last in range(first + 1, shard.elements + 1, 5):
             values = torch.full((last - first,), torch.nan)
-            for entry in upcycled(TensorRange(f"/model/{full}", shard, values, first)):
+            for entry in dense_entries(TensorRange(f"/model/{full}", shard, values, first)):
                 kind = entry.dataset.split(".")[-2]
                 assert entry.shard.shape == dense[kind].shape
                 piece = entry.shard.take(dense[kind]).flatten()

@@ -1,9 +1,9 @@
 """Architectures of Hugging Face's `transformers` that can be imported and exported: tensors and config.json.
 
-Each is a row of the table of families, from which the names of its tensors follow. Weights are [out, in]
-here. GPT-2's files have [in, out], with query, key and value concatenated in one layer. Files of Llama and of
-most later architectures have the same layers as here, and rotate halves of a head, too. Most files have one
-matrix for each expert, while one tensor holds those of all experts here.
+Each is a row of the table of families, from which the names of its tensors follow. Native weights
+are [out, in]. GPT-2's files have [in, out], with query, key and value concatenated in one layer. Files of
+Llama and of most later architectures have the same layers as native models, and they rotate halves of a head,
+too. Most files have one matrix for each expert, while a native tensor holds those of all experts.
 """
 
 from __future__ import annotations

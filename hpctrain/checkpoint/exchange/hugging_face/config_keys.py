@@ -1,4 +1,4 @@
-"""Keys of a config.json that reading and writing have in common."""
+"""Keys of a config.json that both its reader and its writer use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SLIDING, FULL = LAYER_TYPES = ("sliding_attention", "full_attention")
 """Values in `layer_types` of a layer with a window, and of one without."""
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
-"""Keys of the number of experts, of which each version of `transformers` writes one."""
+"""Keys of the number of experts with the same meaning. Each version of `transformers` writes one of them."""
 
 
 def deck_value(key: ConfigKey, value: float) -> float:
-    """Return the value of the key of [model] for a number in config.json."""
+    """Return the value of a key of [model] for the number of its key in config.json."""
     match key.form:
         case "reciprocal":
             return 1 / value

@@ -25,8 +25,8 @@ from hpctrain.model.shape import ModelShape
 def config_of(shape: ModelShape, dtype: str, imported: Config = NO_CONFIG) -> dict[str, Any]:
     """Return the config.json of a model without ids of tokens.
 
-    Both the newer and the older names of some keys are there, so that versions 4 and 5 of `transformers`
-    read the same.
+    Some keys have both their newer and their older name, so that versions 4 and 5 of `transformers` read the
+    same model.
 
     Args:
         shape: Shape of the model.

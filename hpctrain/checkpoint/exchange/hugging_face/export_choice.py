@@ -1,4 +1,4 @@
-"""The architecture of `transformers` that computes what a model does, or the reason why there is none."""
+"""Choice of the architecture of `transformers` that computes the same as a model, for its export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.text import either
 
 
 def architecture_for_export(shape: ModelShape, imported: Config = NO_CONFIG) -> HuggingFaceArchitecture:
-    """Return the architecture that computes what a model of this shape does.
+    """Return the architecture of `transformers` that computes the same as a model of this shape.
 
     Args:
         shape: Shape of the model.
@@ -34,11 +34,11 @@ def architecture_for_export(shape: ModelShape, imported: Config = NO_CONFIG) -> 
     obstacles = {each.name: list(_obstacles(each, shape)) for each in models}
     possible = [each for each in models if not obstacles[each.name]]
     if not possible:
-        own = [obstacles[each.name] for each in models if each.family == shape.family]
-        if not own:
+        of_family = [obstacles[each.name] for each in models if each.family == shape.family]
+        if not of_family:
             reason = "transformers has no such model, so this model cannot be exported"
             raise HpctrainError(f'model.family = "{shape.family}": {reason}')
-        closest = min(own, key=lambda errors: sum(_WEIGHTS.get(key, 1) for key, _ in errors))
+        closest = min(of_family, key=lambda errors: sum(_WEIGHTS.get(key, 1) for key, _ in errors))
         raise closest[0][1]
     same = [each for each in possible if each.model_type == imported.get("model_type")]
     architecture = (same or possible)[0]
@@ -146,7 +146,7 @@ _NO_MIXTURE = MixtureFiles(sizes={})
 def _mixture_requirements(
     architecture: HuggingFaceArchitecture, shape: ModelShape, table: ExpertsTable
 ) -> Iterator[tuple[str, str]]:
-    """Yield what `_requirements` yields for a model with mixtures of experts."""
+    """Yield keys of [model.experts] with values that an architecture lacks, and what it requires."""
     mixture = architecture.files.mixture or _NO_MIXTURE
     required: dict[str, object] = {
         "capacity": None,
@@ -186,10 +186,12 @@ def _mixture_requirements(
 
 
 def _value_text(value: object) -> str:
+    """Return a value as in a deck; "none" for None."""
     return "none" if value is None else toml_value(value)
 
 
 def _export_error(shape: ModelShape, key: str, has: str, family: str) -> HpctrainError:
+    """Return the error about a key that prevents an export; `has` says what the architecture has."""
     if key == "latent":
         has_table = "with" if shape.latent is not None else "without"
         return HpctrainError(

@@ -72,9 +72,9 @@ class RopeParametersReader:
 
     Args:
         config: Content of the config.json.
-        default_base: Base of the frequencies where the file does not say it.
-        default_fraction: Share of the features of a head that are rotated, where the file does not say it;
-            None if files of this architecture cannot say it, and all are rotated.
+        default_base: Base of the frequencies if the file does not have it.
+        default_fraction: Share of the features of a head that are rotated if the file does not have it. None
+            if files of this architecture cannot have it, so that all features are rotated.
         names: Keys of the base and of this share beside `rope_parameters`.
         longrope_original: Sequence length before "longrope", for files without
             `original_max_position_embeddings` beside `rope_parameters`. None for the length in that table.
@@ -110,10 +110,10 @@ class RopeParametersReader:
             head_size: Number of features of an attention head.
         """
         keys = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key) not in (None, {})]
-        found = [self._read_table(key, self._config[key], sequence, head_size) for key in keys]
-        if len(found) == 2 and found[0] != found[1] and not self.problems:
+        tables = [self._read_table(key, self._config[key], sequence, head_size) for key in keys]
+        if len(tables) == 2 and tables[0] != tables[1] and not self.problems:
             self.problems.append((keys[0], self._config[keys[0]], f"contradicts {keys[1]}"))
-        positions = found[0] if found else RotaryPositions(self._base, self._fraction)
+        positions = tables[0] if tables else RotaryPositions(self._base, self._fraction)
         self._refuse_ignored_keys(positions)
         return positions
 
@@ -237,12 +237,14 @@ class RopeParametersReader:
         return None
 
     def _share(self, key: str, value: object, default: float) -> float:
+        """Return a number above 0 and at most 1, or report it."""
         fraction = self._number(key, value, default)
         if fraction > 1:
             self.problems.append((key, value, "must be at most 1"))
         return min(1.0, fraction)
 
     def _number(self, key: str, value: object, default: float) -> float:
+        """Return a number above 0, or report it and return the default."""
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.exchange.hugging_face.expert_order import ExpertOrder, 
 Index = tuple[int, ...]
 
 ROUTER_BIAS = "router/bias"
-"""The kind of the bias of a router's choice: state, not a parameter."""
+"""Kind of the bias for choosing experts, which is a state and not a parameter."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Part of a Hugging Face tensor that holds one of our tensors, or one piece of it.
+    """Part of a Hugging Face tensor that holds a native tensor or a piece of one.
 
     Attributes:
         dataset: Dataset of the native tensor, "/model/<name>".
@@ -274,18 +274,18 @@ def counterparts(
     tensors: dict[str, Counterpart] = {}
     for dataset, shape in shapes.items():
         layer, number, kind = _place(dataset)
-        found: Iterable[Counterpart]
+        new: Iterable[Counterpart]
         match by_layer[layer]:
             case PackedRule() as rule:
-                found = [_packed(rule, number, kind, dataset, shape)]
+                new = [_packed(rule, number, kind, dataset, shape)]
             case StackRule() as rule:
-                found = _stacked(rule, number, kind, dataset, shape)
+                new = _stacked(rule, number, kind, dataset, shape)
             case HeadRule() as rule:
                 assert heads is not None, rule
-                found = _of_heads(rule, number, kind, TensorPart(dataset, shape), heads)
+                new = _of_heads(rule, number, kind, TensorPart(dataset, shape), heads)
             case NameRule() as rule:
-                found = [_concatenated(rule, number, kind, dataset, shapes, heads)]
-        for each in found:
+                new = [_concatenated(rule, number, kind, dataset, shapes, heads)]
+        for each in new:
             tensors.setdefault(each.name, each)
     return list(tensors.values())
 
@@ -337,6 +337,7 @@ _ROTATED = ("query", "key", "query_norm", "key_norm")
 
 
 def _layers(rule: Rule) -> tuple[str, ...]:
+    """Return the native layers of a rule."""
     return rule.native_names if isinstance(rule, NameRule) else (rule.native_name,)
 
 
@@ -347,21 +348,21 @@ def _of_heads(
     size, order = heads.head_size, heads.order(rule.native_name, 1, 0)
     count = part.shape[0] // size
     if rule.hf_name.count("{}") == 1:
-        whole = (replace(part, order=order),)
+        parts = (replace(part, order=order),)
         yield Counterpart(
-            f"{rule.hf_name.format(number)}.{kind}", (count, size), False, whole, flattened=True
+            f"{rule.hf_name.format(number)}.{kind}", (count, size), False, parts, flattened=True
         )
         return
     for head in range(count):
-        own = replace(part, shape=(size,), order=order, start=head * size)
-        yield Counterpart(f"{rule.hf_name.format(number, head)}.{kind}", (size,), False, (own,))
+        head_part = replace(part, shape=(size,), order=order, start=head * size)
+        yield Counterpart(f"{rule.hf_name.format(number, head)}.{kind}", (size,), False, (head_part,))
 
 
 def _stacked(rule: StackRule, number: str, kind: str, dataset: str, shape: Index) -> Iterator[Counterpart]:
     """Yield the Hugging Face tensors of single experts that a native tensor stacks."""
-    several = len(rule.hf_names) > 1
-    inner = shape[2 if several else 1 :]
+    has_layers = len(rule.hf_names) > 1
+    inner = shape[2 if has_layers else 1 :]
     for expert, (place, name) in product(range(shape[0]), enumerate(rule.hf_names)):
-        index = (expert, place) if several else (expert,)
+        index = (expert, place) if has_layers else (expert,)
         part = TensorPart(dataset, inner, index=index)
         yield Counterpart(f"{name.format(number, expert)}.{kind}", inner, False, (part,))

@@ -1,4 +1,4 @@
-"""Keys `mscale` and `mscale_all_dim` of "yarn", by which files say two factors of latent attention.
+"""Keys `mscale` and `mscale_all_dim` of "yarn", which determine two factors of latent attention.
 
 `mscale_all_dim` multiplies the scores. The quotient of factors by `mscale` and by `mscale_all_dim` multiplies
 the rotated queries and keys, unless a file has their `attention_factor`. vLLM reads only the first two keys.
@@ -15,7 +15,7 @@ from hpctrain.model.shape import ModelShape
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _DIGITS = range(3, 17)
-"""Numbers of digits to which a value is rounded, to find the one that a file would say."""
+"""Numbers of digits to which a value is rounded, to find the value that a file would have."""
 
 
 def yarn_attention_scale(head_size: int, factor: float, mscale_all_dim: float) -> float:
@@ -26,14 +26,18 @@ def yarn_attention_scale(head_size: int, factor: float, mscale_all_dim: float) -
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
-    """Return the factor of rotated queries and keys, as `transformers` computes it from `mscale` and
-    `mscale_all_dim` above 0.
+    """Return the factor of rotated queries and keys, as `transformers` computes it.
+
+    Args:
+        factor: Factor of "yarn".
+        mscale: Value of the key, above 0.
+        mscale_all_dim: Value of the key, above 0.
     """
     return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
 
 
 def default_attention_factor(factor: float) -> float:
-    """Return the factor of rotated queries and keys of a config.json that says none of its keys."""
+    """Return the factor of rotated queries and keys for a config.json without any of these keys."""
     return _yarn_mscale(factor, 1)
 
 
@@ -77,7 +81,7 @@ def mscale_all_dim_of(shape: ModelShape, imported: Mapping[str, Any] = _NONE) ->
 
 
 def latent_yarn_keys(shape: ModelShape, imported: Mapping[str, Any] = _NONE) -> dict[str, float]:
-    """Return the keys of "yarn" by which a file says the factors of latent attention.
+    """Return the keys of "yarn" that determine the factors of latent attention.
 
     `attention_factor` is among them only if no other keys give it exactly. The result is empty if there is
     no latent attention, or if its factors are those without any keys.
@@ -111,7 +115,7 @@ def latent_yarn_keys(shape: ModelShape, imported: Mapping[str, Any] = _NONE) -> 
 
 
 def _roundings(value: float) -> Iterator[float]:
-    """Yield a number with few digits, then with more, and at last its neighbors."""
+    """Yield a number rounded to few digits, then to more, and then its neighboring numbers."""
     yield from (round(value, digits) for digits in _DIGITS)
     for end in (-inf, inf):
         near = value
