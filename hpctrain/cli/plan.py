@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.shared_options import PATH, set_option
+
+if TYPE_CHECKING:
+    from hpctrain.plan.time.machine_rates import MachineRates
 
 
 @click.command(name="plan")
@@ -76,27 +81,7 @@ from hpctrain.cli.shared_options import PATH, set_option
     help="Also match every message that all ranks send in a step, to find deadlocks.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(
-    deck: Path,
-    ranks: int | None,
-    overrides: tuple[str, ...],
-    ranks_per_node: int | None,
-    link: str | None,
-    step_seconds: str | None,
-    like: Path | None,
-    machine: str | None,
-    forms: bool,
-    search: bool,
-    all_schedules: bool,
-    write: Path | None,
-    force: bool,
-    sweeps: tuple[str, ...],
-    weak: bool,
-    plot: Path | None,
-    pareto: bool,
-    rehearse: bool,
-    as_json: bool,
-) -> None:
+def command(**values: Any) -> None:
     """Predict the memory, traffic and time of DECK on N ranks. No rank is started.
 
     The plan lists the memory of each rank by kind, and says whether the ranks of a node fit into its memory:
@@ -118,46 +103,104 @@ def command(
     memory must suffice. The exit code is 70 if messages do not match. With run.device = "cuda", the rules are
     those of NCCL: messages have no tags, and each communicator runs its calls in order on a stream.
     """
-    from hpctrain.plan.deck_plan import PlanOptions, plan_deck
-    from hpctrain.plan.forms import parse_planned_link
-    from hpctrain.plan.option_conflicts import require_fitting, required_ranks
-    from hpctrain.plan.plan_text import plan_text
+    from hpctrain.plan.option_conflicts import require_fitting
+
+    context = click.get_current_context()
+    require_fitting(written_options(context))
+    arguments = PlanArguments(**values)
+    if arguments.sweeps:
+        click.echo(sweep_text(arguments), nl=arguments.as_json)
+    elif arguments.search:
+        click.echo(search_text(arguments), nl=arguments.as_json)
+    else:
+        context.exit(show_plan(arguments))
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Arguments of the command line, as the help of the command describes them."""
+
+    deck: Path
+    ranks: int | None
+    overrides: tuple[str, ...]
+    ranks_per_node: int | None
+    link: str | None
+    step_seconds: str | None
+    like: Path | None
+    machine: str | None
+    forms: bool
+    search: bool
+    all_schedules: bool
+    write: Path | None
+    force: bool
+    sweeps: tuple[str, ...]
+    weak: bool
+    plot: Path | None
+    pareto: bool
+    rehearse: bool
+    as_json: bool
+
+    @property
+    def machine_rates(self) -> MachineRates | None:
+        """Rates of the machine that the user names; None if there is none."""
+        from hpctrain.plan.time.machine_rates import read_machine
+
+        return None if self.machine is None else read_machine(self.machine)
+
+
+def sweep_text(arguments: PlanArguments) -> str:
+    """Return the table of --sweep, or its JSON."""
     from hpctrain.plan.planned_sweep import SweepOptions
-    from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
+    from hpctrain.plan.sweep_output import OutputOptions, sweep_output
+
+    options = SweepOptions(arguments.ranks_per_node, arguments.machine_rates, arguments.weak)
+    output = OutputOptions(arguments.plot, arguments.pareto, arguments.as_json)
+    return sweep_output(
+        arguments.deck, arguments.ranks, arguments.overrides, arguments.sweeps, options, output
+    )
+
+
+def search_text(arguments: PlanArguments) -> str:
+    """Return the table of --search, or its JSON, and write the deck of --write."""
     from hpctrain.plan.search.deck_search import SearchOptions
     from hpctrain.plan.search.search_output import searched
-    from hpctrain.plan.sweep_output import OutputOptions, sweep_output
-    from hpctrain.plan.time.machine_rates import read_machine
+
+    options = SearchOptions(arguments.ranks_per_node, arguments.machine_rates, arguments.all_schedules)
+    return searched(
+        arguments.deck,
+        arguments.ranks,
+        arguments.overrides,
+        options,
+        arguments.write,
+        arguments.as_json,
+        force=arguments.force,
+        plot=arguments.plot,
+    )
+
+
+def show_plan(arguments: PlanArguments) -> int:
+    """Print the plan of one deck, with --rehearse also the rehearsal. Return the exit code."""
+    from hpctrain.plan.deck_plan import PlanOptions, plan_deck
+    from hpctrain.plan.forms import parse_planned_link
+    from hpctrain.plan.option_conflicts import required_ranks
+    from hpctrain.plan.plan_text import plan_text
+    from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
     from hpctrain.report.terminal import stderr_console
 
-    require_fitting(written_options(click.get_current_context()))
-    planned_link = parse_planned_link(link, step_seconds, like)
-    rates = read_machine(machine) if machine is not None else None
-    if sweeps:
-        sweep_options, output = (
-            SweepOptions(ranks_per_node, rates, weak),
-            OutputOptions(plot, pareto, as_json),
-        )
-        text = sweep_output(deck, ranks, overrides, sweeps, sweep_options, output)
-        click.echo(text, nl=as_json)
-        return
-    if search:
-        wished = SearchOptions(ranks_per_node, rates, all_schedules)
-        told = searched(deck, ranks, overrides, wished, write, as_json, force=force, plot=plot)
-        click.echo(told, nl=as_json)
-        return
-    options = PlanOptions(ranks_per_node, not as_json, forms, planned_link, rates)
-    plan = plan_deck(deck, required_ranks(ranks), overrides, options)
-    if not rehearse:
+    as_json, ranks_per_node = arguments.as_json, arguments.ranks_per_node
+    link = parse_planned_link(arguments.link, arguments.step_seconds, arguments.like)
+    options = PlanOptions(ranks_per_node, not as_json, arguments.forms, link, arguments.machine_rates)
+    plan = plan_deck(arguments.deck, required_ranks(arguments.ranks), arguments.overrides, options)
+    if not arguments.rehearse:
         click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
-        click.get_current_context().exit(plan.exit_code)
+        return plan.exit_code
     if not as_json:
         click.echo(plan_text(plan))
     with stderr_console().status("rehearsing") as status:
         rehearsal = rehearse_deck(plan, ranks_per_node, status.update)
     row = plan.row() | {"rehearsal": rehearsal.row()}
     click.echo(json.dumps(row, indent=1) if as_json else rehearsal_text(rehearsal), nl=as_json)
-    click.get_current_context().exit(rehearsal.exit_code)
+    return rehearsal.exit_code
 
 
 def written_options(context: click.Context) -> list[str]:
