@@ -104,7 +104,7 @@ class PolicyTrainer(Trainer):
         repeats = corpus.train.repeats * prompts.count / rollout_size
         super().__init__(deck, engine, Batches(self.rollouts, 0, order, repeats), state)
         reference = open_reference(deck, placement, self.step, self.state, parts.checkpoint)
-        self._known = {} if reference is None else {KNOWN: reference.identity}
+        self._extra_state = {} if reference is None else {KNOWN: reference.identity}
         self.writer: AnswerWriter | None = None
         self.inference_stages: list[Stage] = []
         with placement.agreement():
@@ -175,7 +175,7 @@ class PolicyTrainer(Trainer):
     @property
     @override
     def extra_state(self) -> Mapping[str, object]:
-        return self._known
+        return self._extra_state
 
     @property
     @override
