@@ -8,7 +8,7 @@ import click
 
 from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
 from hpctrain.cli.shared_options import PATH, set_option
-from hpctrain.train.signals import heed_from_now
+from hpctrain.train.signals import record_signals
 
 
 @click.command(name="resume")
@@ -31,7 +31,7 @@ def command(
     The deck is read from the checkpoint. The number of ranks may differ from that of the earlier run if the
     layout fits it.
     """
-    heed_from_now()
+    record_signals()
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
     from hpctrain.post.policy_trainer import make_trainer

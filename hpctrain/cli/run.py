@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.shared_options import PATH, set_option
-from hpctrain.train.signals import heed_from_now
+from hpctrain.train.signals import record_signals
 
 
 @click.command(name="run")
@@ -47,7 +47,7 @@ def command(
     With --resume, as in batch scripts, the same command starts a run and continues it. Ctrl-C saves a
     checkpoint and stops the run with exit code 75. A second Ctrl-C ends the run at once with exit code 130.
     """
-    heed_from_now()
+    record_signals()
     from hpctrain.comm.verb import run_verb
     from hpctrain.post.policy_trainer import make_trainer
     from hpctrain.train.run import run_deck

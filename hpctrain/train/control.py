@@ -1,4 +1,4 @@
-"""What a run is asked while it trains, by signals, files and the clock: agreed by all ranks between steps."""
+"""Requests to a running run, by signals, files and the time limit, on which all ranks agree between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from hpctrain.files import file_identity
 from hpctrain.train.signals import Signals
 from hpctrain.watch.run_files import CHECKPOINT_FILE, STOP_FILE, is_request
 
-SECONDS_PER_LOOK = 1.0
+SECONDS_PER_CHECK = 1.0
+"""Seconds between two checks of the run folder."""
 
 _FILES, _CLOCK = (CHECKPOINT_FILE, STOP_FILE), "clock"
 _SAVING = (signal.SIGUSR1, signal.SIGCONT, CHECKPOINT_FILE)
@@ -28,14 +29,20 @@ _STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_
 _CAUSES = (*_SAVING, *_STOPPING)
 _MEASURE = "measure"
 _GONE = "gone"
-_LOOKS_TO_BE_GONE = 2  # a network file system may hide a folder for a moment
+_CHECKS_UNTIL_GONE = 2
+"""Checks in a row without the folder after which it is gone; a network file system may hide it briefly."""
 
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What all ranks do now: write a checkpoint, and perhaps stop; `why` is for rank 0 to say.
+    """Decision of all ranks between two steps.
 
-    `measure`: find out again how fast the machine is; `early`: end here, since nothing is left to learn.
+    Attributes:
+        checkpoint: True to write a checkpoint.
+        stop: True to stop; the run can resume.
+        why: Reason, for messages of rank 0.
+        measure: True to measure the speed of the machine again.
+        early: True to end the run, since the loss does not fall any more (`run.patience`).
     """
 
     checkpoint: bool = False
@@ -46,31 +53,43 @@ class StepDecision:
 
 
 class Control:
-    """Collects what is asked of any rank, and makes it the same on all of them."""
+    """Collects the requests to each rank, and turns them into a decision of all ranks."""
 
     def __init__(self, world: World, folder: Path, signals: Signals, out_of_time: Callable[[], str]) -> None:
-        """`out_of_time`, called on rank 0, says why to stop by the clock; "" for going on."""
+        """Take the state of the run folder.
+
+        Args:
+            world: The world.
+            folder: Run folder, in which request files appear.
+            signals: Signals that this process has received.
+            out_of_time: Called on rank 0; returns why the time does not suffice for another step, or "".
+        """
         self.world, self.folder, self.signals, self.out_of_time = world, folder, signals, out_of_time
-        self._looked = -float("inf")
+        self._last_check = -float("inf")
         self._unremovable: set[str] = set()
         self._identity = file_identity(folder)
-        self._looks_without_folder = 0
-        self._seen: set[object] = set()
+        self._checks_without_folder = 0
+        self._request_files: set[object] = set()
 
     def agree(self, measure: bool = False) -> StepDecision:
-        """Return what was asked of any rank since the last call, and remove its files. Collective.
+        """Decide on the requests to any rank since the last call, and remove request files. Collective.
 
-        `measure`: whether this rank asks for the machine to be measured. InputOutputError on all ranks where
-        the run's folder was deleted or replaced.
+        Args:
+            measure: True if this rank requests a measurement of the machine.
+
+        Raises:
+            InputOutputError: The run folder was deleted or replaced; raised on all ranks.
         """
         world = self.world
-        came, late = self._here()
-        came |= {_MEASURE} if measure else set()
+        requests_here, late = self._local_requests()
+        requests_here |= {_MEASURE} if measure else set()
         causes = (*_CAUSES, _MEASURE, _GONE)
-        # The largest is that of the lowest rank which was asked. One bit that arrives wrong at a rank would
-        # have it stop alone.
-        asked = torch.tensor([world.size - world.rank if cause in came else 0 for cause in causes])
-        copies = world.everyone.all_reduce(asked.repeat(COPIES), "max").view(COPIES, -1)
+        # The maximum belongs to the lowest rank with the request. It is sent several times, since a wrong bit
+        # could make one rank stop alone.
+        requests = torch.tensor(
+            [world.size - world.rank if cause in requests_here else 0 for cause in causes]
+        )
+        copies = world.everyone.all_reduce(requests.repeat(COPIES), "max").view(COPIES, -1)
         numbers = majority(copies.t()).tolist()
         ranks = {cause: world.size - number for cause, number in zip(causes, numbers, strict=True) if number}
         if _GONE in ranks:
@@ -85,48 +104,50 @@ class Control:
         stop = any(cause in ranks for cause in _STOPPING)
         if world.rank == 0:
             self._remove([name for name in _FILES if name in ranks])
-            self._seen.clear()
-        self.signals.came.difference_update(ranks)
+            self._request_files.clear()
+        self.signals.received.difference_update(ranks)
         why = (self._words(cause, ranks[cause], late) for cause in ranks if not stop or cause in _STOPPING)
         return StepDecision(True, stop, " and ".join(why), measure and not stop)
 
-    def pending(self) -> bool:
-        """Whether anything was asked of this rank, which `agree` will tell the others."""
-        return bool(self._here()[0])
+    def is_pending(self) -> bool:
+        """Return True if this rank has a request that `agree` will handle. Local."""
+        return bool(self._local_requests()[0])
 
-    def saved(self) -> None:
-        """A checkpoint was written: what asked for one meanwhile, as a signal does that reaches the ranks one
-        after the other, has got it."""
-        self.signals.came.difference_update(_SAVING)
+    def discard_save_requests(self) -> None:
+        """Discard requests for a checkpoint that have arrived while one was written.
+
+        A signal may reach the ranks one after the other.
+        """
+        self.signals.received.difference_update(_SAVING)
 
     def forget(self) -> None:
-        """Remove what asks for nothing any more, since the run is done."""
+        """Remove request files, since the run is done."""
         if self.world.rank == 0:
             self._remove(self._files())
 
-    def _here(self) -> tuple[set[object], str]:
-        """What this rank was asked; and, on rank 0, why there is no time left."""
-        came: set[object] = set(self.signals.came)
+    def _local_requests(self) -> tuple[set[object], str]:
+        """Return the requests to this rank, and on rank 0 the reason why no time is left, or ""."""
+        requests_here: set[object] = set(self.signals.received)
         if self.world.rank != 0:
-            return came, ""
+            return requests_here, ""
         now = time.monotonic()
-        if now - self._looked >= SECONDS_PER_LOOK:
-            self._looked = now
-            self._seen = set(self._files())
-            there = file_identity(self.folder) == self._identity
-            self._looks_without_folder = 0 if there else self._looks_without_folder + 1
-        came |= self._seen
-        if self._looks_without_folder >= _LOOKS_TO_BE_GONE:
-            came.add(_GONE)
+        if now - self._last_check >= SECONDS_PER_CHECK:
+            self._last_check = now
+            self._request_files = set(self._files())
+            exists = file_identity(self.folder) == self._identity
+            self._checks_without_folder = 0 if exists else self._checks_without_folder + 1
+        requests_here |= self._request_files
+        if self._checks_without_folder >= _CHECKS_UNTIL_GONE:
+            requests_here.add(_GONE)
         late = self.out_of_time()
-        return came | ({_CLOCK} if late else set()), late
+        return requests_here | ({_CLOCK} if late else set()), late
 
     def _files(self) -> list[str]:
-        # A list of the folder is fresh where a network file system would still deny a single new file.
+        # On a network file system, listing the folder finds new files earlier than asking for one file.
         with contextlib.suppress(OSError):
             with os.scandir(self.folder) as entries:
-                there = {entry.name for entry in entries if is_request(entry)}
-            return [name for name in _FILES if name in there and name not in self._unremovable]
+                names = {entry.name for entry in entries if is_request(entry)}
+            return [name for name in _FILES if name in names and name not in self._unremovable]
         return []
 
     def _remove(self, names: list[str]) -> None:

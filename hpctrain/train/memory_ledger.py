@@ -1,16 +1,16 @@
-"""The memory of a run: what was predicted, what is held, and both side by side."""
+"""Predicted and measured memory of a run, compared at its end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from hpctrain.comm.world import World
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.live_activations import ActivationKeeper, LiveActivations
 from hpctrain.costs.memory_account import MemoryAccount
@@ -30,11 +30,14 @@ from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook
 from hpctrain.train.seconds import StepSeconds
 
+if TYPE_CHECKING:
+    from hpctrain.train.trainer import Trainer
+
 PLAN_FILE = "plan.json"
 
 
 class ActivationPeak(Hook):
-    """The most bytes that an engine keeps for backward in its first step; counting takes time."""
+    """Hook that measures the peak activation memory in the first step only, since counting takes time."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -42,12 +45,12 @@ class ActivationPeak(Hook):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
-        """Count within, unless something has been counted."""
+        """Count the bytes of saved activations during the step, if no step has been counted."""
         if self.bytes is not None:
             yield
             return
         engines = trained_engines(self.engine)
-        others = [each for engine in engines for each in _keeping(engine)]
+        keepers = [each for engine in engines for each in _activation_keepers(engine)]
         modules = (model for each in engines for model in each.stage.models if isinstance(model, nn.Module))
         buffers = [buffer for module in modules for buffer in module.buffers()]
 
@@ -55,18 +58,18 @@ class ActivationPeak(Hook):
             buckets = (bucket for engine in engines for bucket in engine.stage.buckets)
             return [bucket.values for bucket in buckets if bucket.values is not None]
 
-        with LiveActivations(lambda: [*buffers, *parameters()], *others) as live:
+        with LiveActivations(lambda: [*buffers, *parameters()], *keepers) as live:
             yield
         self.bytes = live.peak
 
 
 def trained_engines(engine: Engine) -> list[Engine]:
-    """An engine with those that are trained beside it."""
+    """Return an engine and the engines of its auxiliary models."""
     return [engine, *engine.auxiliary_engines.values()]
 
 
-def _keeping(engine: Engine) -> Iterator[ActivationKeeper | None]:
-    """What of an engine keeps tensors for backward in ways of its own."""
+def _activation_keepers(engine: Engine) -> Iterator[ActivationKeeper | None]:
+    """Yield the parts of an engine that keep activations outside of the autograd graph."""
     layer_context = engine.stage.layer_context
     yield layer_context.weight_gradients
     if isinstance(layer_context.saved_policy, Recompute):
@@ -77,8 +80,11 @@ def _keeping(engine: Engine) -> Iterator[ActivationKeeper | None]:
 
 @dataclass
 class OtherMemory:
-    """What else a run has in memory: `stages` of models that are only looked at, and the most bytes that a
-    `cache` of keys and values had.
+    """Memory of a run that its engine does not own.
+
+    Attributes:
+        stages: Stages of models that are not trained, such as a reference model.
+        cache: Peak of the key-value cache, in bytes.
     """
 
     stages: Sequence[Stage] = ()
@@ -86,50 +92,46 @@ class OtherMemory:
 
 
 def _fullness(account: MemoryAccount) -> tuple[int, int]:
-    """By what the fullest rank is found, as a plan finds it: by parameters and what belongs to them, of which
-    ranks may own uneven shares. `other` differs by chance.
+    """Return the sort key by which the fullest rank of a stage is found, as in a plan.
+
+    Parameters and their state count first, since ranks may own uneven shares. `other` is left out, since it
+    varies at random.
     """
     placed = account.parameter + account.gradient + account.optimizer
     return placed, account.total - account.other
 
 
 class MemoryLedger(Hook):
-    """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks of `world`,
-    of which this one is in a `stage`; where these are not given, the engine's. `seconds`, where a step's are
-    planned, stand beside it in `plan.json`; `beside` tells at the end what else the run has.
+    """Hook that compares the predicted with the measured memory at the end of a run, and writes `plan.json`.
+
+    Attributes:
+        trainer: Trainer of the run.
+        predicted: Predicted memory of all ranks.
+        folder: Folder of the run.
+        seconds: Predicted and measured seconds of a step, which `plan.json` contains as well, if any.
+        accounts: Measured memory of the fullest rank of each pipeline stage; empty before the end.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        activations: ActivationPeak,
-        predicted: MemoryPlan,
-        folder: Path,
-        world: World | None = None,
-        stage: int | None = None,
-        seconds: StepSeconds | None = None,
-        beside: Callable[[], OtherMemory] = OtherMemory,
+        self, trainer: Trainer, predicted: MemoryPlan, folder: Path, seconds: StepSeconds | None = None
     ) -> None:
-        self.seconds, self.beside = seconds, beside
-        self.world = engine.world if world is None else world
-        self.stage = engine.mesh.coordinate("pipeline") if stage is None else stage
-        self.engine, self.activations, self.predicted, self.folder = engine, activations, predicted, folder
+        self.trainer, self.predicted, self.folder, self.seconds = trainer, predicted, folder, seconds
         self.accounts: list[MemoryAccount] = []
-        """What was measured: of each stage of the pipeline, the rank that held most. Empty before the end."""
 
     def measure(self) -> MemoryAccount:
-        """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
-        beside, world = self.beside(), self.engine.world
-        trained = [engine.stage for engine in trained_engines(self.engine)]
-        stages = [*trained, *beside.stages]
+        """Return the peak memory of this rank. `other` is the part of the measured peak that is not known."""
+        engine, other = self.trainer.engine, self.trainer.other_memory()
+        world = engine.world
+        trained = [each.stage for each in trained_engines(engine)]
+        stages = [*trained, *other.stages]
         layers = [layer for stage in stages for model in stage.models for layer in model.layers]
         working = sum(update_bytes(stage.optimizer) for stage in trained) if on_host(world.device) else 0
         known = MemoryAccount(
             sum(value_bytes(stage.buckets) for stage in stages) + converted_bytes(layers),
             sum(gradient_bytes(stage.buckets) for stage in trained),
             sum(state_bytes(stage.state(), stage.buckets) for stage in trained),
-            self.activations.bytes or 0,
-            beside.cache,
+            self.trainer.activations.bytes or 0,
+            other.cache,
             sum(pool_bytes(stage.buckets) for stage in stages) + world.buffer_bytes + working,
         )
         return replace(
@@ -140,11 +142,11 @@ class MemoryLedger(Hook):
         )
 
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
-        """Measure, and write it beside what was predicted."""
-        world = self.world
-        everyone = world.everyone.all_gather_object((self.stage, self.measure()))
+        """Measure the memory of all ranks, and write it to `plan.json`."""
+        world = self.trainer.world
+        stages = world.everyone.all_gather_object((self.trainer.stage, self.measure()))
         self.accounts = [
-            max((account for at, account in everyone if at == number), key=_fullness)
+            max((account for stage, account in stages if stage == number), key=_fullness)
             for number in range(len(self.predicted.stages))
         ]
         with world.agreement():
@@ -152,8 +154,10 @@ class MemoryLedger(Hook):
                 self.write()
 
     def table(self) -> list[str]:
-        """Predicted beside measured, of the stage whose ranks held most: with the `other` that is predicted,
-        since what the interpreters of two ranks hold differs by more than stages do.
+        """Return a table of predicted and measured memory of the fullest stage.
+
+        The fullest stage is found with the predicted `other`, since its measured value varies more between
+        ranks than stages differ.
         """
         stages, accounts = self.predicted.stages, self.accounts
         known = [
@@ -164,7 +168,7 @@ class MemoryLedger(Hook):
         return comparison_table(self.predicted, number, accounts[number])
 
     def write(self) -> None:
-        """Write `plan.json`: what was predicted, and what was measured once it is known."""
+        """Write `plan.json`: the predicted memory, and the measured memory once it is known."""
         measured = {"measured": [account.row() for account in self.accounts]} if self.accounts else {}
         time = {} if self.seconds is None else {"time": self.seconds.row()}
         text = json.dumps({"predicted": self.predicted.row(), **measured, **time}, indent=1)

@@ -1,4 +1,4 @@
-"""Mirrors in a run: when they are made, and on which nodes a run can have any."""
+"""Mirrors of a run: copies of its state in the memory of neighbour nodes, made while it trains."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from hpctrain.units import format_bytes
 
 
 class Mirrors(Hook):
-    """Has a run's state mirrored every `checkpoint.mirror_every` steps."""
+    """Hook that mirrors the state of a run every `checkpoint.mirror_every` steps. Collective."""
 
     def __init__(self, deck: Deck, world: World, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Collective. HpctrainError on all ranks where a node has no room for mirrors."""
         self.deck, self.world, self.checkpoints = deck, world, checkpoints
         self.folder = Path(deck.run.dir)
         self.seconds = 0.0
@@ -43,33 +42,33 @@ class Mirrors(Hook):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
-        """Copy first what the mirror still needs of what forward and backward change."""
+        """Copy what an unfinished mirror needs of the state that the passes of the step change."""
         with self._timed():
             self.mirror.protect(update=False)
         yield
 
     def before_update(self) -> None:
-        """Copy first what the mirror still needs of parameters and moments."""
+        """Copy what an unfinished mirror needs of the parameters and the optimizer state."""
         with self._timed():
             self.mirror.protect()
 
     def after_step(self, done: StepDone) -> None:
-        """Go on with the mirror that is being made, and begin another one where it is time."""
+        """Continue an unfinished mirror, and start another one if it is due."""
         every, step = self.deck.checkpoint.mirror_every, done.state.step
         with self._timed():
             self.mirror.advance()
             if step % every == 0 and step < self.deck.run.steps:
                 entries = training_entries(self.checkpoints.engine.state(), writing=True)
-                # In half of the steps up to the next one: to be there soon, and no step carries it all.
+                # Spread over half of the steps up to the next mirror, so that no step copies everything.
                 rounds = max(1, every // 2)
                 self.mirror.begin(entries, self.checkpoints.stored(done.state), step, rounds)
 
     def before_rollback(self) -> None:
-        """What was mirrored is of steps that are given up."""
+        """Discard mirrors, since they may be of steps that the run gives up."""
         self.mirror.invalidate()
 
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
-        """The disk has all: nothing stays in memory."""
+        """Delete the mirrors, since the state is on disk."""
         self.mirror.close()
         forget_mirrors(self.world, self.folder)
 
@@ -83,15 +82,16 @@ class Mirrors(Hook):
             ledger.phase = phase
 
 
-def begin_mirrors(deck: Deck, world: World, checkpoints: Checkpoints, state: TrainState) -> list[Hook]:
-    """The hook that has a run mirrored, if its deck says so and there is a neighbour node; what this run, or
-    others that are no more, had mirrored before is deleted. Collective, once the run's folder is its own.
+def start_mirrors(deck: Deck, world: World, checkpoints: Checkpoints, state: TrainState) -> list[Hook]:
+    """Return the hook that mirrors a run, if its deck asks for it and there is a neighbour node. Collective.
+
+    Earlier mirrors of this run, and those of ended runs, are deleted. The run folder must be locked.
     """
     log = logging.getLogger("hpctrain")
     forget_mirrors(world, Path(deck.run.dir))
-    # One rank of each node, since one would find what another one is deleting.
-    swept = world.everyone.all_gather_object(sweep_mirrors() if world.local_rank == 0 else [])
-    if removed := [name for names in swept for name in names]:
+    # One rank of each node, since other ranks would find files that it is deleting.
+    removed_by_ranks = world.everyone.all_gather_object(sweep_mirrors() if world.local_rank == 0 else [])
+    if removed := [name for names in removed_by_ranks for name in names]:
         log.info("removed in-memory mirrors of ended runs: %s", ", ".join(removed))
     if not deck.checkpoint.mirror or deck.communication.server is not None:
         return []
@@ -99,14 +99,14 @@ def begin_mirrors(deck: Deck, world: World, checkpoints: Checkpoints, state: Tra
         log.warning("checkpoint.mirror has no effect: no neighbour node is left")
         return []
     mirrors = Mirrors(deck, world, checkpoints, state)
-    held = format_bytes(max(world.everyone.all_gather_object(mirrors.mirror.bytes)))
+    size = format_bytes(max(world.everyone.all_gather_object(mirrors.mirror.bytes)))
     every = counted(deck.checkpoint.mirror_every, "step")
-    log.info("state is mirrored every %s in the memory of neighbour nodes, %s per rank", every, held)
+    log.info("state is mirrored every %s in the memory of neighbour nodes, %s per rank", every, size)
     return [mirrors]
 
 
 def require_neighbour(world: World, deck: Deck) -> None:
-    """HpctrainError on all ranks where a run is to be mirrored that has all of its ranks on one node."""
+    """Raise HpctrainError on all ranks if a run must be mirrored, but has only one node. Collective."""
     with world.agreement():
         if deck.checkpoint.mirror and len(set(nodes_of(world, deck))) == 1:
             sentence = (
@@ -117,7 +117,7 @@ def require_neighbour(world: World, deck: Deck) -> None:
 
 
 def nodes_of(world: World, deck: Deck) -> tuple[int, ...]:
-    """The node of every rank, as the deck has it emulated."""
+    """Return the node of every rank, as emulated by the deck."""
     topology = Topology(world.topology.machine_nodes)
     topology.emulate(deck.communication.ranks_per_node)
     return topology.nodes

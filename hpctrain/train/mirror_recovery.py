@@ -1,4 +1,4 @@
-"""Going on from what nodes hold in memory of a run that was stopped, where that is newer than the disk."""
+"""Recovery of a stopped run from copies of its state in the memory of nodes, if they are the newest."""
 
 from __future__ import annotations
 
@@ -18,44 +18,46 @@ from hpctrain.watch.folder import take_folder
 
 @dataclass(frozen=True)
 class MirrorRecovery:
-    """Whether a run had mirrors, and what came of them, in words."""
+    """Result of the recovery: whether the run had mirrors, and sentences about them for the user."""
 
     mirrored: bool = False
     sentences: tuple[str, ...] = ()
 
 
-def take_mirror(world: World, folder: Path) -> MirrorRecovery:
-    """Write as a checkpoint what nodes hold in memory of the run in this folder, where that is newer than the
-    newest good one on the disk; what was mirrored is deleted then. Collective.
+def recover_mirror(world: World, folder: Path) -> MirrorRecovery:
+    """Write the newest mirror of a run as a checkpoint, unless a checkpoint is as new. Collective.
 
-    HpctrainError on all ranks where another job writes to the folder, InputOutputError where the disk
-    refuses.
+    Afterwards all mirrors are deleted.
+
+    Raises:
+        HpctrainError: Another job uses the folder; raised on all ranks.
+        InputOutputError: The checkpoint cannot be written; raised on all ranks.
     """
     token = world.everyone.broadcast_object(read_token(folder) if world.rank == 0 else None)
     if token is None:
         return MirrorRecovery()
     with world.agreement():
-        # Of a job that lives the mirrors are not ours to take, nor are its temporary files.
+        # The mirrors and temporary files of a job that still runs must not be touched.
         lock = take_folder(folder) if world.rank == 0 else None
     try:
-        found, sentences = find_mirror(world, token)
-        good, _ = newest_good(folder / "checkpoints", world.everyone)
-        on_disk = 0 if good is None else checkpoint_step(good) or 0
-        came = world.everyone.broadcast_object(_last_step(folder) if world.rank == 0 else 0)
-        disk = f"newest on disk: step {on_disk}" if good is not None else "no checkpoint on disk"
-        if found is not None and found.step > on_disk:
-            path = checkpoint_path(folder / "checkpoints", found.step)
-            write_mirror(found, path, world)
+        mirror, sentences = find_mirror(world, token)
+        newest_valid, _ = newest_good(folder / "checkpoints", world.everyone)
+        on_disk = 0 if newest_valid is None else checkpoint_step(newest_valid) or 0
+        last_step = world.everyone.broadcast_object(_last_step(folder) if world.rank == 0 else 0)
+        disk = f"newest on disk: step {on_disk}" if newest_valid is not None else "no checkpoint on disk"
+        if mirror is not None and mirror.step > on_disk:
+            path = checkpoint_path(folder / "checkpoints", mirror.step)
+            write_mirror(mirror, path, world)
             try_point_to(path, world.everyone)
-            nodes = f"{'node' if len(found.hosts) == 1 else 'nodes'} {', '.join(found.hosts)}"
-            lost = _lost(came - found.step)
-            sentences.append(f"restored step {found.step} from the memory of {nodes} ({disk}); {lost}")
+            nodes = f"{'node' if len(mirror.hosts) == 1 else 'nodes'} {', '.join(mirror.hosts)}"
+            lost = _lost_steps(last_step - mirror.step)
+            sentences.append(f"restored step {mirror.step} from the memory of {nodes} ({disk}); {lost}")
         else:
             why = "nothing newer in the memory of the remaining nodes"
-            if found is not None:
-                why = f"newest mirror: step {found.step}"
-            go_on = f"resumes from step {on_disk}" if good is not None else "starts again"
-            sentences.append(f"{disk}, {why}; {go_on}, {_lost(came - on_disk)}")
+            if mirror is not None:
+                why = f"newest mirror: step {mirror.step}"
+            continuation = f"resumes from step {on_disk}" if newest_valid is not None else "starts again"
+            sentences.append(f"{disk}, {why}; {continuation}, {_lost_steps(last_step - on_disk)}")
         forget_mirrors(world, folder)
     finally:
         if lock is not None:
@@ -64,7 +66,7 @@ def take_mirror(world: World, folder: Path) -> MirrorRecovery:
 
 
 def forget_mirrors(world: World, folder: Path) -> None:
-    """Delete what is in memory here of the run in this folder, and say there that it has none. Collective."""
+    """Delete the mirrors of a run in the memory of these nodes, and the token in its folder. Collective."""
     token = world.everyone.broadcast_object(read_token(folder) if world.rank == 0 else None)
     with world.agreement():
         if token is not None and world.local_rank == 0:
@@ -73,14 +75,14 @@ def forget_mirrors(world: World, folder: Path) -> None:
             write_token(folder, None)
 
 
-def _lost(steps: int) -> str:
+def _lost_steps(steps: int) -> str:
     return (
         f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} lost" if steps > 0 else "no step is lost"
     )
 
 
 def _last_step(folder: Path) -> int:
-    """How far a run had come, as it wrote down."""
+    """Return the last step in the metrics of a run; 0 if there are none."""
     last = 0
     if (folder / METRICS_FILE).exists():
         try:

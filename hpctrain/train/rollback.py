@@ -1,4 +1,4 @@
-"""The way back of a run to an earlier state of its own: where it could go, and going there."""
+"""Rollback of a run to an earlier state, from a copy in memory or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from hpctrain.train.trainer import Trainer
 from hpctrain.watch.reporter import Reporter
 
 Source = StateSnapshot | Path
-"""A copy in memory, or a checkpoint."""
+"""Copy of a state in memory, or path of a checkpoint."""
 
 
 class Rollback:
-    """Earlier states of a run, in memory and on the disk. All methods are collective."""
+    """Earlier states of a run in memory and on disk, which can be restored. All methods are collective."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints, reporter: Reporter) -> None:
         self.trainer, self.checkpoints, self.reporter = trainer, checkpoints, reporter
 
     def newest(self, latest: int) -> Source | None:
-        """The newest good one after `latest` steps or fewer."""
-        return next(self._good(latest, oldest_first=False), None)
+        """Return the newest valid state after at most `latest` steps, if any."""
+        return next(self._valid_states(latest, oldest_first=False), None)
 
     def oldest(self, latest: int) -> Source | None:
-        """The oldest good one, if it is not after more than `latest` steps."""
-        return next(self._good(latest, oldest_first=True), None)
+        """Return the oldest valid state, if it is after at most `latest` steps."""
+        return next(self._valid_states(latest, oldest_first=True), None)
 
-    def take(self, source: Source) -> TrainState:
-        """Have the run's state be that one; what it was begun with."""
+    def restore(self, source: Source) -> TrainState:
+        """Restore a state, and return its counters."""
         checkpoints, state = self.checkpoints, self.trainer.state
         for hook in self.trainer.hooks:
             hook.before_rollback()
@@ -52,24 +52,24 @@ class Rollback:
         return restored
 
     def save(self) -> None:
-        """Write a checkpoint of the present state at once: who resumes the run from here on finds it."""
+        """Write a checkpoint of the present state and wait for it, so that a killed run resumes from it."""
         self.reporter.working("checkpointing")
         self.checkpoints.save(self.trainer.state)
         self.checkpoints.finish()
         self.reporter.record_checkpoint(self.checkpoints.newest)
 
-    def _good(self, latest: int, oldest_first: bool) -> Iterator[Source]:
+    def _valid_states(self, latest: int, oldest_first: bool) -> Iterator[Source]:
         self.checkpoints.finish()
         paths = list_checkpoints(self.checkpoints.folder, self.trainer.world.everyone, present=True)
         sources: list[tuple[int, Source]] = [(checkpoint_step(path) or 0, path) for path in paths]
-        sources += [(held.step, held) for held in self.checkpoints.snapshots.all]
-        # Of the same step what is in memory is quicker, and stands behind.
+        sources += [(snapshot.step, snapshot) for snapshot in self.checkpoints.snapshots.all]
+        # Copies in memory come last, so that they are preferred to checkpoints of the same step.
         for step, source in sorted(sources, key=lambda each: each[0])[:: 1 if oldest_first else -1]:
-            if step <= latest and self._is_good(source):
+            if step <= latest and self._is_valid(source):
                 yield source
 
-    def _is_good(self, source: Source) -> bool:
-        """Whether all ranks find it so."""
+    def _is_valid(self, source: Source) -> bool:
+        """Return True if all ranks find the state valid."""
         everyone = self.trainer.world.everyone
         if isinstance(source, StateSnapshot):
             return not everyone.all_reduce(torch.tensor(0 if source.is_unchanged() else 1)).item()

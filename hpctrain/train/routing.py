@@ -1,4 +1,4 @@
-"""Routers' choices of a run: those of its first samples written down, and those of a file followed."""
+"""Recording of the routers' choices for the first samples of a run, and replay of the choices in a file."""
 
 from __future__ import annotations
 
@@ -23,52 +23,62 @@ from hpctrain.train.step import TrainState
 ROUTING_FILE = "routing.h5"
 
 
-def read_given(world: World, path: Path, shape: ModelShape) -> RoutingFile:
-    """The choices of a file that fits the model, on all ranks. Collective; errors are agreed."""
-    found: RoutingFile | None = None
+def read_routing_file(world: World, path: Path, shape: ModelShape) -> RoutingFile:
+    """Return the choices of a file on all ranks, after a check that they fit the model. Collective.
+
+    Raises:
+        HpctrainError: The file cannot be read, or does not fit; raised on all ranks.
+    """
+    file: RoutingFile | None = None
     with world.agreement():
         if world.rank == 0:
-            found = RoutingFile.read(path)
-            found.require_fit(path, shape)
-    given: RoutingFile = world.everyone.broadcast_object(found)
-    return given
+            file = RoutingFile.read(path)
+            file.require_fit(path, shape)
+    shared: RoutingFile = world.everyone.broadcast_object(file)
+    return shared
 
 
 class ReplayedChoices:
-    """Choices of the samples of a file, for the steps of a run."""
+    """Choices of a file, for the steps of a run."""
 
-    def __init__(self, given: RoutingFile) -> None:
-        self.given = given
-        self.rows = {int(sample): row for row, sample in enumerate(given.samples)}
+    def __init__(self, file: RoutingFile) -> None:
+        self.file = file
+        self.rows = {int(sample): row for row, sample in enumerate(file.samples)}
 
     def of(self, samples: range, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """By router [rows, s, k], of a micro-batch of so many rows; empty where no sample of it is known."""
+        """Return the choices of a micro-batch, [rows, s, k] by router; {} if its samples are not known."""
         known = [(at, self.rows[sample]) for at, sample in enumerate(samples) if sample in self.rows]
         if not known:
             return {}
-        ours, theirs = map(list, zip(*known, strict=True))
+        micro_rows, file_rows = map(list, zip(*known, strict=True))
         result = {}
-        for block, choices in zip(self.given.blocks.tolist(), self.given.choices, strict=True):
+        for block, choices in zip(self.file.blocks.tolist(), self.file.choices, strict=True):
             values = np.full((rows, *choices.shape[1:]), -1, dtype=np.int64)
-            values[ours] = choices[theirs]
+            values[micro_rows] = choices[file_rows]
             result[router_name(block)] = torch.from_numpy(values).to(device)
         return result
 
 
 class RoutingRecorder(Hook):
-    """Makes the RoutingChoices of every micro-batch of training; as a hook writes down those of the first
-    samples.
+    """Hook that makes the RoutingChoices of micro-batches, and writes those of the first samples to a file.
 
-    `recorded` samples of a run are written, those with the lowest numbers, into its folder: once all have
-    been there, or at the run's end what there has been. A run that goes on from a checkpoint among them keeps
-    what its file has of those before.
+    The file is written when all `recorded` samples have been trained on, or at the end of the run. A resumed
+    run keeps the samples that its file has from before.
+
+    Attributes:
+        engine: The engine.
+        state: Counters of the run.
+        recorded: Number of samples to record, from the first sample of the run on.
+        replayed: Choices to follow, if any.
+        first: First sample of this part of the run.
+        path: File to write; None before `record_into`.
     """
 
     def __init__(
-        self, engine: Engine, state: TrainState, recorded: int, given: RoutingFile | None = None
+        self, engine: Engine, state: TrainState, recorded: int, file: RoutingFile | None = None
     ) -> None:
         self.engine, self.state, self.recorded = engine, state, recorded
-        self.given = None if given is None else ReplayedChoices(given)
+        self.replayed = None if file is None else ReplayedChoices(file)
         self.first = state.samples
         self.path: Path | None = None
         self._made: list[tuple[int, RoutingChoices]] = []
@@ -76,23 +86,23 @@ class RoutingRecorder(Hook):
         self._done = recorded <= self.first
 
     def record_into(self, folder: Path) -> RoutingRecorder:
-        """From here on choices are written down; this is to be among the hooks."""
+        """Record choices from now on, as a hook of the run. Return the hook."""
         self.path = folder / ROUTING_FILE
         return self
 
     def choices(self, samples: range, rows: int) -> RoutingChoices | None:
-        """What goes beside the inputs of a micro-batch of so many rows, the first of them these samples."""
-        given = {} if self.given is None else self.given.of(samples, rows, self.engine.world.device)
+        """Return the choices to record or follow in a micro-batch (see `ChoicesOf`), if there are any."""
+        replayed = {} if self.replayed is None else self.replayed.of(samples, rows, self.engine.world.device)
         recorded = self.path is not None and not self._done and samples.start < self.recorded
-        if not (given or (recorded and samples)):
+        if not (replayed or (recorded and samples)):
             return None
-        choices = RoutingChoices(recorded, given)
+        choices = RoutingChoices(recorded, replayed)
         if recorded:
             self._made.append((samples.start, choices))
         return choices
 
     def after_step(self, done: StepDone) -> None:
-        """Take what was chosen off the device; write where it is all there. Collective."""
+        """Copy the choices of the step to the host. Write the file if it is complete. Collective."""
         for first, choices in self._made:
             for router, made in choices.recorded_experts.items():
                 host = made.cpu()
@@ -103,12 +113,12 @@ class RoutingRecorder(Hook):
             self._write()
 
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
-        """Write what there has been, where that is not all."""
+        """Write the samples so far, if the file is not written yet. Collective."""
         if not self._done and self.state.samples > self.first:
             self._write()
 
     def _end(self, state: TrainState) -> int:
-        """Behind the last sample that is written down."""
+        """Return the number after the last recorded sample."""
         return min(self.recorded, state.samples)
 
     def _write(self) -> None:
@@ -121,7 +131,7 @@ class RoutingRecorder(Hook):
         size = (len(samples), shape.sequence, shape.experts.per_token)
         choices = np.zeros((len(blocks), *size) if world.rank == 0 else 0, dtype=np.int32)
         for index, block in enumerate(blocks):
-            # Every token is one rank's, and one after another fits into memory.
+            # Each token belongs to one rank. Block by block, since not all blocks fit into memory at once.
             of_block = world.everyone.empty(size, torch.int64).fill_(PADDING)
             for rows in self._rows.pop(router_name(block), []):
                 own = rows.to(of_block.device)
@@ -131,22 +141,22 @@ class RoutingRecorder(Hook):
                 choices[index] = of_block.cpu().numpy()
         with world.agreement():
             if world.rank == 0:
-                found = RoutingFile(shape.experts.count, np.array(blocks, np.int32), samples, choices)
-                self._with_earlier(found).write(self.path)
+                file = RoutingFile(shape.experts.count, np.array(blocks, np.int32), samples, choices)
+                self._with_earlier_samples(file).write(self.path)
 
-    def _with_earlier(self, found: RoutingFile) -> RoutingFile:
-        """With what the run's file has of the samples before this part of the run."""
+    def _with_earlier_samples(self, file: RoutingFile) -> RoutingFile:
+        """Return `file` with the earlier samples of the file in the run folder, if it fits."""
         assert self.path is not None
         if self.first and self.path.exists():
             try:
                 earlier = RoutingFile.read(self.path)
                 earlier.require_fit(self.path, self.engine.shape)
-            except HpctrainError:  # whatever it is, it is not of this run
-                return found
-            return earlier.before(self.first).joined(found)
-        return found
+            except HpctrainError:  # the file does not belong to this run
+                return file
+            return earlier.before(self.first).joined(file)
+        return file
 
     def sentence(self, path: Path) -> str:
-        """What is said of the choices that are followed."""
-        assert self.given is not None
-        return f"experts of {counted(len(self.given.rows), 'sample')} are read from {path}"
+        """Return a sentence about the choices that the run follows."""
+        assert self.replayed is not None
+        return f"experts of {counted(len(self.replayed.rows), 'sample')} are read from {path}"

@@ -1,4 +1,6 @@
-"""Files of routers' choices: which experts the tokens of some samples went to, in every mixture.
+"""Routing files: the experts that routers have chosen for the tokens of some samples.
+
+An HDF5 file with this content:
 
     /            attributes: format, version, experts, and the CRC-32 of all else
     /blocks      int32 [mixtures], the blocks that are mixtures
@@ -6,7 +8,7 @@
     /choices     int32 [mixtures, samples, sequence, k], the experts of every token, the best first; -1 where
                  a sequence is padding
 
-All numbers are little-endian, and nothing of a file depends on layout or time.
+All numbers are little-endian. The content does not depend on layout or time.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ from hpctrain.model.shape import ModelShape
 
 FORMAT, VERSION = "hpctrain routing", 1
 PADDING = -1
-"""What stands in place of the experts where a sequence is padding."""
-FILE_BYTES = 2 * RECORDED_BYTES  # of an array at most
+"""Value in place of an expert where a sequence is padding."""
+FILE_BYTES = 2 * RECORDED_BYTES
+"""Largest size of an array."""
 
 _TYPES = {"blocks": "<i4", "samples": "<i8", "choices": "<i4"}
 
 
 @dataclass(frozen=True)
 class RoutingFile:
-    """What such a file holds: arrays as above."""
+    """Content of a routing file, with the arrays as above."""
 
     experts: int
     blocks: NDArray[np.int32]
@@ -47,7 +50,11 @@ class RoutingFile:
 
     @staticmethod
     def read(path: Path) -> RoutingFile:
-        """The file, whole and sound; InputOutputError where it cannot be read or trusted."""
+        """Read a file.
+
+        Raises:
+            InputOutputError: The file cannot be read, or is damaged.
+        """
         with failing_as(f"{path}: cannot be read"):
             open_regular(path).close()
         try:
@@ -64,15 +71,18 @@ class RoutingFile:
             raise InputOutputError(
                 f"{path}: is damaged, or not an HDF5 file ({error_reason(error)})"
             ) from None
-        found = RoutingFile(experts, **arrays)
-        if found.checksum != stored:
+        content = RoutingFile(experts, **arrays)
+        if content.checksum != stored:
             raise InputOutputError(f"{path}: is damaged: its checksum differs")
-        return found
+        return content
 
     def write(self, path: Path) -> None:
-        """Make the file: under a temporary name, on the disk, then renamed. InputOutputError where it fails.
+        """Write the file under a temporary name, flush it to disk, and rename it.
 
-        HDF5 makes it in memory, as it can crash where a disk is full.
+        HDF5 builds it in memory, since the library can crash if a disk is full.
+
+        Raises:
+            InputOutputError: The file cannot be written.
         """
         with h5py.File("routing", "w", driver="core", backing_store=False) as file:
             file.attrs["format"], file.attrs["version"] = np.bytes_(FORMAT), VERSION
@@ -101,7 +111,7 @@ class RoutingFile:
         return crc
 
     def require_fit(self, path: Path, shape: ModelShape) -> None:
-        """HpctrainError where the choices are not those of such a model, or none at all."""
+        """Raise HpctrainError if the choices do not fit a model, or are invalid."""
         blocks = list(shape.mixture_blocks)
         if shape.experts is None or not blocks:
             raise HpctrainError(f"{path}: requires a model with experts ([model.experts])")
@@ -126,20 +136,20 @@ class RoutingFile:
             )
 
     def joined(self, other: RoutingFile) -> RoutingFile:
-        """This one's samples, then those of the other that are not in it."""
+        """Return the samples of this file, and those of `other` that it lacks."""
         new = ~np.isin(other.samples, self.samples)
         samples = np.concatenate((self.samples, other.samples[new]))
         choices = np.concatenate((self.choices, other.choices[:, new]), axis=1)
         return RoutingFile(self.experts, self.blocks, samples, choices)
 
     def before(self, sample: int) -> RoutingFile:
-        """Only the samples of lower numbers."""
-        kept = self.samples < sample
-        return RoutingFile(self.experts, self.blocks, self.samples[kept], self.choices[:, kept])
+        """Return only the samples with lower numbers than `sample`."""
+        is_before = self.samples < sample
+        return RoutingFile(self.experts, self.blocks, self.samples[is_before], self.choices[:, is_before])
 
 
 def _array(file: CheckedFile, name: str) -> NDArray[Any]:
-    """Read a dataset of the type and number of dims that it has to have."""
+    """Read a dataset, after a check of its type and number of dims."""
     dataset = file.dataset(f"/{name}")
     if dataset.dtype != np.dtype(_TYPES[name]):
         raise ValueError(f"{name} has an unexpected type")

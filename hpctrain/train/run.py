@@ -1,4 +1,4 @@
-"""The run: from a deck to a trained model, its checkpoints and its metrics."""
+"""The run: from a deck to a trained model with its checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from hpctrain.train.fault_recovery import FaultRecovery
 from hpctrain.train.gpu_memory import warn_of_missing_memory
 from hpctrain.train.layout_verification import verify_layout
 from hpctrain.train.memory_ledger import MemoryLedger
-from hpctrain.train.mirror_hook import begin_mirrors, require_neighbour
-from hpctrain.train.mirror_recovery import MirrorRecovery, take_mirror
+from hpctrain.train.mirror_hook import require_neighbour, start_mirrors
+from hpctrain.train.mirror_recovery import MirrorRecovery, recover_mirror
 from hpctrain.train.rate_change import rate_change
 from hpctrain.train.reference_scores import bring_references, refer
 from hpctrain.train.resume_check import keep_vocabulary, require_resumable
 from hpctrain.train.rollback import Rollback
-from hpctrain.train.routing import RoutingRecorder, read_given
+from hpctrain.train.routing import RoutingRecorder, read_routing_file
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.server_checkpoints import ServedCheckpoints
 from hpctrain.train.server.server_trainer import ServedTrainer
@@ -74,11 +74,20 @@ from hpctrain.watch.statuses import is_done
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of a deck is, on the ranks of the world: what it computes with, from `trainer.state` on.
+    """A run that is ready to train from the state of its trainer on.
 
-    `notes` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's;
-    `routing` is there where routers' choices are written down or followed, `planned` where a step's seconds
-    are; `held_out` is what it is evaluated on.
+    Attributes:
+        deck: The deck, with all choices that were left open.
+        corpus: Training data.
+        trainer: Makes the steps.
+        checkpoints: Writes the checkpoints.
+        folder: Folder of the run.
+        predicted: Predicted memory.
+        limit: Time limit, if any.
+        notes: Sentences about the start, which are printed; the first one is about the run folder.
+        routing: Recorder of routing choices, if choices are recorded or followed.
+        planned: Predicted seconds of a step, if the deck names machine rates.
+        held_out: Sets for evaluation.
     """
 
     deck: Deck
@@ -99,18 +108,24 @@ class Run:
         return self.trainer.world
 
     def train(self, signals: Signals | None = None, opening: Sequence[str] = ()) -> int:
-        """Train up to `run.steps`, or until signals, a file or the clock ask to stop; the exit code.
+        """Train up to `run.steps`, or until a signal, a file or the time limit ends the run. Collective.
 
-        `opening` is said at the start, too: which cores the ranks have, and what the verb noticed.
+        Args:
+            signals: Signals that this process has received.
+            opening: Further sentences to print at the start, such as the cores of the ranks.
+
+        Returns:
+            The exit code.
         """
         deck, world, engine, state = self.deck, self.world, self.trainer.engine, self.trainer.state
         folder = Path(deck.run.dir)
         self.folder.take()
-        if world.everyone.broadcast_object(self.checkpoints.through_mpi):  # of roles others may write none
+        if world.everyone.broadcast_object(
+            self.checkpoints.through_mpi
+        ):  # ranks of other roles may not write
             require_parallel_files(world, folder)
         seconds = None if self.planned is None else StepSeconds(self.trainer, self.planned)
-        where, beside = (folder, world, self.trainer.stage), self.trainer.other_memory
-        memory = MemoryLedger(engine, self.trainer.activations, self.predicted, *where, seconds, beside)
+        memory = MemoryLedger(self.trainer, self.predicted, folder, seconds)
         with world.agreement():
             if world.rank == 0:
                 memory.write()
@@ -123,27 +138,25 @@ class Run:
             world.ledger.activity = "measuring the processors"
             peak = PeakFlops(world, deck, folder)
             peak.find()
-            if world.rank == 0:  # others may have no part of the model
+            if world.rank == 0:  # other ranks may have no part of the model
                 reporter.say(
                     introduction(deck, engine, self.corpus, peak.flops, state, self.trainer.rank_description)
                 )
-            stays, *others = self.notes
-            reporter.say(line for line in (stays, *opening, *others) if line)
+            folder_note, *notes = self.notes
+            reporter.say(line for line in (folder_note, *opening, *notes) if line)
             if world.rank == 0 and (ended := decay_ended(deck, state.step)):
                 reporter.log.warning("%s", ended)
             if newest is not None:
                 reporter.say([f"resumes from {newest} at step {state.step}"])
-            swept = [
-                each for names in world.everyone.all_gather_object(world.removed_segments) for each in names
-            ]
-            if swept:
-                reporter.log.info("removed shared memory of killed jobs: %s", ", ".join(swept))
+            segments = world.everyone.all_gather_object(world.removed_segments)
+            if removed := [segment for of_rank in segments for segment in of_rank]:
+                reporter.log.info("removed shared memory of killed jobs: %s", ", ".join(removed))
             reporter.begin()
             world.ledger.activity = "training"
             world.ledger.reset()
             loop = Loop(self, reporter, peak, memory)
             gc.collect()
-            gc.freeze()  # what is there now stays: looking through it would hold up all ranks in turn
+            gc.freeze()  # scanning the objects that stay would delay all ranks one after the other
             with world.hang.training_steps():
                 order = loop.run(Control(world, folder, signals or Signals(), loop.out_of_time))
                 self.checkpoints.finish()
@@ -158,19 +171,19 @@ class Run:
             world.ledger.timeline = None
             world.ledger.activity = "closing the run"
             world.hang.disable_on_hang()
-            with world.hang.allow_silence():  # dashboards take what is left, within a time of their own
+            with world.hang.allow_silence():  # dashboards receive the last rows, with their own timeout
                 reporter.close()
             self.trainer.close()
             engine.close()
             self.corpus.close()
             self.folder.close()
-        if loop.back.stop:  # a resumed run would stop at the next spike
+        if loop.spike_response.reason_to_stop:  # a resumed run would stop at the next spike
             return EXIT_USER
         return EXIT_AGAIN if order.stop else EXIT_DONE
 
 
 class Loop:
-    """The steps of a run, with its hooks, and what is asked for between them."""
+    """Loop over the steps of a run, which handles requests, rollbacks and checkpoints between them."""
 
     def __init__(self, run: Run, reporter: Reporter, peak: PeakFlops, memory: MemoryLedger) -> None:
         self.deck, self.steps, self.limit = run.deck, run.deck.run.steps, run.limit
@@ -178,15 +191,16 @@ class Loop:
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
         self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.held_out, self.pace, reporter, checkpoints.best)
-        way = Rollback(trainer, checkpoints, reporter)
-        self.back, self.healing = SpikeResponse(trainer, way), FaultRecovery(way, Path(run.deck.run.dir))
-        self._asked: StepDecision | None = None
+        rollback = Rollback(trainer, checkpoints, reporter)
+        self.spike_response = SpikeResponse(trainer, rollback)
+        self.fault_recovery = FaultRecovery(rollback, Path(run.deck.run.dir))
+        self._unfinished_request: StepDecision | None = None
         self.report = StepReport(trainer, reporter, peak, self.pace, checkpoints, memory)
         trainer.hooks += [
             *([TraceRecorder(trainer)] if run.deck.run.trace else []),
             SlowRanks(trainer.stragglers(run.deck.stability.straggler_factor), reporter),
             self.pace,
-            self.back,
+            self.spike_response,
             self.evaluation,
             *([] if memory.seconds is None else [memory.seconds]),
             memory,
@@ -195,48 +209,48 @@ class Loop:
             *([DeadExperts(trainer.engine.shape, run.world.rank)] if run.deck.model.experts else []),
             *([EightBitWatch(trainer)] if run.deck.precision.fp8_watch else []),
             checkpoints,
-            *begin_mirrors(run.deck, run.world, checkpoints, trainer.state),
+            *start_mirrors(run.deck, run.world, checkpoints, trainer.state),
         ]
 
     def run(self, control: Control) -> StepDecision:
-        """All steps; the last order, which says whether to stop."""
+        """Make all steps. Return the last decision, which tells whether and why the run stops. Collective."""
         while self.trainer.state.step < self.steps:
             if why := self.checkpoints.best.reason_to_stop:
-                self.save_unless_there()
+                self.save_unless_saved()
                 control.forget()
                 return StepDecision(why=why, early=True)
             try:
                 order = self.advance(control)
-            except SilentFaultError as found:
-                order = self.healing.heal(found)
+            except SilentFaultError as error:
+                order = self.fault_recovery.recover(error)
             if order is not None:
                 return order
         control.forget()
         return StepDecision()
 
     def advance(self, control: Control) -> StepDecision | None:
-        """Carry out requests and make the next step. Return an order to stop, or None."""
+        """Carry out requests and make the next step. Return a decision to stop, or None. Collective."""
         state = self.trainer.state
-        order = self._asked or StepDecision()
-        if self.trainer.can_stop and self._asked is None:
+        order = self._unfinished_request or StepDecision()
+        if self.trainer.can_stop and self._unfinished_request is None:
             order = control.agree(self.peak.exceeded)
         if order.measure:
             self.peak.measure_again()
         if order.checkpoint:
             self.reporter.log.info("checkpoint requested: %s", order.why)
-            self._asked = order  # until it is there
-            self.save_unless_there()
-            self._asked = None
-            control.saved()
+            self._unfinished_request = order  # kept if a fault interrupts the save
+            self.save_unless_saved()
+            self._unfinished_request = None
+            control.discard_save_requests()
         if order.stop:
             return order
         self.keep_snapshot()
-        self.trainer.advance(self.meets, control.pending)
-        if self.back.wanted is not None:
-            self.back.go()
-        elif self.back.stop:
+        self.trainer.advance(self.synchronizes, control.is_pending)
+        if self.spike_response.pending_spike is not None:
+            self.spike_response.roll_back()
+        elif self.spike_response.reason_to_stop:
             self.save()
-            return StepDecision(checkpoint=True, stop=True, why=self.back.stop)
+            return StepDecision(checkpoint=True, stop=True, why=self.spike_response.reason_to_stop)
         elif reason := reason_to_stop(self.deck, state):
             self.end_without_updates(reason)
         elif self.checkpoints.due(state.step):
@@ -249,7 +263,7 @@ class Loop:
         """Return True if all ranks act together after a step."""
         return self.checkpoints.due(step) or self.evaluation.due(step)
 
-    def meets(self, step: int) -> bool:
+    def synchronizes(self, step: int) -> bool:
         """Return True if ranks that train asynchronously synchronize after this step.
 
         They do so if something is due, or if the run may have to end since it makes no updates.
@@ -258,38 +272,38 @@ class Loop:
         return self.due(step) or (most > 0 and step % most == 0)
 
     def end_without_updates(self, reason: str) -> NoReturn:
-        """End a run that makes no updates by raising HpctrainError. Collective.
+        """Raise the HpctrainError that ends a run which makes no updates. Collective.
 
         If all weights are finite, a checkpoint is written first, so that the run can resume.
         """
         weight, step = self.checkpoints.nonfinite_weight(), self.trainer.state.step
         self.reporter.status.note(last_update=step - self.trainer.state.skipped_in_a_row)
         if weight is None:
-            self.save_unless_there()
+            self.save_unless_saved()
             self.checkpoints.finish()
         cause = f"step {step}: {self.report.skipped}" if weight is None else f"{weight}"
         with self.trainer.world.agreement():
             raise HpctrainError(f"{self.deck.run.dir}: {reason}; {cause}")
 
     def keep_snapshot(self) -> None:
-        """Keep a copy of the present state in memory, if one is due."""
+        """Copy the present state in memory, if a copy is due. Collective."""
         if self.checkpoints.snapshots.due(self.trainer.state.step):
-            self._require_rest()
+            self._check_state()
             self.checkpoints.keep_snapshot(self.trainer.state)
 
-    def _require_rest(self) -> None:
-        """Check the state for silent faults before it is kept or written. Collective."""
+    def _check_state(self) -> None:
+        """Check the state for silent faults before it is copied or written. Collective."""
         if self.trainer.guard is not None:
             self.trainer.guard.require_rest()
 
-    def save_unless_there(self) -> None:
-        """Write a checkpoint of the present state where there is none."""
+    def save_unless_saved(self) -> None:
+        """Write a checkpoint of the present state, if there is none. Collective."""
         if not self.checkpoints.has(self.trainer.state.step):
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the present state, or begin to."""
-        self._require_rest()
+        """Write a checkpoint of the present state, or start to write it in the background. Collective."""
+        self._check_state()
         self.reporter.working("checkpointing")
         self.checkpoints.save(self.trainer.state)
         self.reporter.record_checkpoint(self.checkpoints.newest)
@@ -297,7 +311,7 @@ class Loop:
             hook.after_save()
 
     def out_of_time(self) -> str:
-        """On rank 0, why no other step can be made in time; "" where one can."""
+        """Return why the time does not suffice for another step; "" if it does. Called on rank 0."""
         self.pace.checkpoint = self.checkpoints.longest or self.pace.checkpoint
         return self.pace.reason_to_stop(
             self.limit,
@@ -315,12 +329,20 @@ def open_run(
     replayed: Path | None = None,
     make: MakeTrainer = make_trainer,
 ) -> Run:
-    """The run of a deck from its beginning, or from a checkpoint on; `make` makes what trains it. Collective.
+    """Build the run of a deck, from its start or from a checkpoint. Collective.
 
-    `clear` makes the run's folder ready, on rank 0, once nothing can be refused any more; what it returns is
-    said at the start. Without it, as in a replay, the folder is not taken before the run trains. Tokens of
-    the samples of the file `replayed` go to the experts that it names. HpctrainError on all ranks where the
-    deck cannot be run here, or that file does not fit.
+    Args:
+        world: The world.
+        deck: The deck.
+        checkpoint: Checkpoint to resume from, if any.
+        clear: Called on rank 0 to prepare the run folder, once the deck is known to fit. It returns a
+            sentence to print. None, as in a replay, leaves the folder alone until the run trains.
+        replayed: Routing file; tokens of its samples go to the experts that it names.
+        make: Makes the trainer.
+
+    Raises:
+        HpctrainError: The deck cannot run on these ranks, or the routing file does not fit; raised on all
+            ranks.
     """
     limit = TimeLimit.find(deck, os.environ, time.monotonic())
     torch.set_num_threads(deck.run.threads)
@@ -335,26 +357,26 @@ def open_run(
     if checkpoint is None:
         compared += source_notes(world, deck)
     if deck.communication.server is not None:
-        return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
+        return _open_served(world, _RunInputs(deck, corpus, held_out, checkpoint, clear, limit, compared))
     world.ledger.activity = "planning the layout"
     deck = choose_functions(deck, world)
-    seat = place_models(deck, world)
+    placement = place_models(deck, world)
     planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
-    given = None
+    routing_file = None
     if replayed is not None:
-        given = read_given(world, replayed, ModelShape.of(deck, deck.model.vocabulary or 0))
+        routing_file = read_routing_file(world, replayed, ModelShape.of(deck, deck.model.vocabulary or 0))
     world.ledger.activity = "comparing the layout with one rank"
-    checked = verify_layout(deck, world, seat.mesh) if deck.stability.verify_layout else ""
-    stays = ""
+    checked = verify_layout(deck, world, placement.mesh) if deck.stability.verify_layout else ""
+    folder_note = ""
     world.ledger.activity = "building the model"
 
-    def ready() -> None:
-        nonlocal stays
+    def prepare_folder() -> None:
+        nonlocal folder_note
         with world.agreement():
-            stays = clear() if clear is not None and world.rank == 0 else ""
+            folder_note = clear() if clear is not None and world.rank == 0 else ""
 
-    engine, predicted = build_partition_within_memory(deck, seat, ready)
-    warn_of_missing_memory(world, seat.mesh, predicted.stages[seat.stage].memory)
+    engine, predicted = build_partition_within_memory(deck, placement, prepare_folder)
+    warn_of_missing_memory(world, placement.mesh, predicted.stages[placement.stage].memory)
     checkpoints = Checkpoints(deck, engine, known_corpus(world, deck, corpus, checkpoint), world)
     folder = RunFolder(world, deck)
     started_from = ""
@@ -364,8 +386,8 @@ def open_run(
         world.ledger.activity = "loading the model"
         if checkpoint is not None:
             return checkpoints.restore(checkpoint)
-        with seat.agreement():
-            if deck.model.source is not None and not seat.idle:
+        with placement.agreement():
+            if deck.model.source is not None and not placement.idle:
                 started_from = start_from_source(deck, engine)
         if clear is not None:
             folder.take()  # a reference may be written now
@@ -373,7 +395,7 @@ def open_run(
 
     world.ledger.activity = "preparing the trainer"
     try:
-        trainer = make(TrainerParts(deck, engine, corpus, checkpoint, fill, seat))
+        trainer = make(TrainerParts(deck, engine, corpus, checkpoint, fill, placement))
         checkpoints.extra_state = {**checkpoints.extra_state, **trainer.extra_state}
         if deck.objective.kind in REFERENCE_KINDS:
             held_out, known = refer(trainer.step, corpus, held_out, folder.path, checkpoint)
@@ -383,46 +405,53 @@ def open_run(
         raise
     routing: RoutingRecorder | None = None
     recorded = 0 if deck.model.experts is None else deck.model.experts.record_routing
-    if recorded or given is not None:
-        routing = RoutingRecorder(engine, trainer.state, recorded, given)
+    if recorded or routing_file is not None:
+        routing = RoutingRecorder(engine, trainer.state, recorded, routing_file)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
-    notes = (stays, checked, started_from, *checkpoints.notes, follows, *compared, seconds)
+    notes = (folder_note, checked, started_from, *checkpoints.notes, follows, *compared, seconds)
     return Run(
         deck, corpus, trainer, checkpoints, folder, predicted, limit, notes, routing, planned, held_out
     )
 
 
-def _open_served(
-    world: World,
-    deck: Deck,
-    corpus: Corpus,
-    held_out: tuple[HeldOut, ...],
-    checkpoint: Path | None,
-    clear: Callable[[], str] | None,
-    limit: TimeLimit | None,
-    compared: Sequence[str],
-) -> Run:
-    """As `open_run`, of a deck with servers, whose corpus is open."""
+@dataclass(frozen=True)
+class _RunInputs:
+    """Opened data and settings of a run, from which it is built."""
+
+    deck: Deck
+    corpus: Corpus
+    held_out: tuple[HeldOut, ...]
+    checkpoint: Path | None
+    clear: Callable[[], str] | None
+    limit: TimeLimit | None
+    notes: Sequence[str]
+
+
+def _open_served(world: World, inputs: _RunInputs) -> Run:
+    """Build the run of a deck with servers. Collective."""
+    deck, corpus, checkpoint = inputs.deck, inputs.corpus, inputs.checkpoint
     world.ledger.activity = "building the model"
-    stays = ""
+    folder_note = ""
 
-    def ready() -> None:
-        nonlocal stays
+    def prepare_folder() -> None:
+        nonlocal folder_note
         with world.agreement():
-            stays = clear() if clear is not None and world.rank == 0 else ""
+            folder_note = inputs.clear() if inputs.clear is not None and world.rank == 0 else ""
 
-    engine, predicted = build_role_within_memory(deck, world, ready)
-    known = known_corpus(world, deck, corpus, checkpoint)
+    engine, predicted = build_role_within_memory(deck, world, prepare_folder)
+    extra_state = known_corpus(world, deck, corpus, checkpoint)
     trainer = ServedTrainer(deck, world, engine, corpus.train)
-    checkpoints = ServedCheckpoints(deck, engine, known, world, trainer.roles)
+    checkpoints = ServedCheckpoints(deck, engine, extra_state, world, trainer.roles)
     if checkpoint is not None:
-        trainer.begin(checkpoints.restore(checkpoint))
+        trainer.set_state(checkpoints.restore(checkpoint))
     source = deck.model.source if checkpoint is None else None
     started_from = checkpoints.start_from(deck) if source is not None else ""
-    notes = (stays, started_from, *checkpoints.notes, *compared)
+    notes = (folder_note, started_from, *checkpoints.notes, *inputs.notes)
     folder = RunFolder(world, deck)
-    return Run(deck, corpus, trainer, checkpoints, folder, predicted, limit, notes, held_out=held_out)
+    return Run(
+        deck, corpus, trainer, checkpoints, folder, predicted, inputs.limit, notes, held_out=inputs.held_out
+    )
 
 
 def run_deck(
@@ -434,39 +463,48 @@ def run_deck(
     replayed: Path | None = None,
     make: MakeTrainer = make_trainer,
 ) -> int:
-    """`hpctrain run`: train a deck, from its beginning; the exit code.
+    """Train a deck: `hpctrain run`. Collective.
 
-    With `again`, from the newest good checkpoint where its run folder has any, by the deck as it is now. For
-    `replayed` see `open_run`.
+    Args:
+        world: The world.
+        source: Path of the deck, or a deck that a script has made.
+        overrides: `--set` arguments.
+        fresh: True to delete an earlier run in the folder.
+        again: True to resume from the newest valid checkpoint in the folder, if any, with this deck.
+        replayed: Routing file to follow (see `open_run`).
+        make: Makes the trainer.
+
+    Returns:
+        The exit code.
     """
     with Signals() as signals:
         world.ledger.activity = "reading the deck"
-        # Of a run that goes on the number of replicas follows that of ranks, which is checked then.
+        # A resumed run derives the number of replicas from the number of ranks, which is checked later.
         deck = read_deck_on_all_ranks(world, source, overrides, None if again else world.size)
-        deck, chose = choose_layout(world, deck)
+        deck, layout_note = choose_layout(world, deck)
         with world.agreement():
             folder = Path(deck.run.dir)
-        taken = take_mirror(world, folder) if again else MirrorRecovery()
+        recovery = recover_mirror(world, folder) if again else MirrorRecovery()
         with world.agreement():
-            begun = again and bool(checkpoints(folder / "checkpoints"))
-            makes = ""
-            if again and not begun:
-                deck, makes = fit_initial_replicas(deck, world.size)
+            has_checkpoint = again and bool(checkpoints(folder / "checkpoints"))
+            replica_note = ""
+            if again and not has_checkpoint:
+                deck, replica_note = fit_initial_replicas(deck, world.size)
                 check_world(deck, world.size)
-        if any(world.everyone.all_gather_object(begun)):
-            checkpoint = find_checkpoint(world, folder)
-            state = read_state(checkpoint, world.everyone)
-            said = chose, *taken.sentences
-            return _go_on(world, deck, checkpoint, state, signals, replayed, True, said, make)
+        if any(world.everyone.all_gather_object(has_checkpoint)):
+            path = find_checkpoint(world, folder)
+            state = read_state(path, world.everyone)
+            source_checkpoint = _ResumedCheckpoint(path, state, True, (layout_note, *recovery.sentences))
+            return _resume_from(world, deck, source_checkpoint, signals, replayed, make)
         with world.agreement():
             if world.rank == 0:
                 replaces(deck, fresh, again)
-        bound = prepare_ranks(world, deck)
-        if not taken.mirrored:  # else a job goes on with what nodes are left
+        core_note = prepare_ranks(world, deck)
+        if not recovery.mirrored:  # otherwise a job continues on the nodes that are left
             require_neighbour(world, deck)
         reads = [] if replayed is None else [str(replayed)]
         run = open_run(world, deck, None, lambda: clear_folder(deck, fresh, again, reads), replayed, make)
-        return run.train(signals, (bound, makes, chose, *taken.sentences))
+        return run.train(signals, (core_note, replica_note, layout_note, *recovery.sentences))
 
 
 def resume(
@@ -477,14 +515,22 @@ def resume(
     replayed: Path | None = None,
     make: MakeTrainer = make_trainer,
 ) -> int:
-    """Go on from a checkpoint, or from the newest good one of a run's folder: `hpctrain resume`.
+    """Resume a run: `hpctrain resume`. Collective.
 
-    With `strict`, a run whose newest checkpoint is damaged does not go on. `overrides` may have what the
-    user says of the code that the stored deck names. For `replayed` see `open_run`.
+    Args:
+        world: The world.
+        target: A checkpoint, or a run folder, which stands for its newest valid checkpoint.
+        overrides: `--set` arguments. They may allow code that the stored deck names.
+        strict: True to refuse a run whose newest checkpoint is damaged.
+        replayed: Routing file to follow (see `open_run`).
+        make: Makes the trainer.
+
+    Returns:
+        The exit code.
     """
     with Signals() as signals:
         world.ledger.activity = "looking for a checkpoint"
-        taken = take_mirror(world, target)
+        recovery = recover_mirror(world, target)
         path = find_checkpoint(world, target, strict)
         state = read_state(path, world.everyone)
         with world.agreement():
@@ -492,36 +538,54 @@ def resume(
             trust = trust_of(overrides)
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides], trust)
             require_trusted(deck, path, trust)
-        deck, chose = choose_layout(world, deck)
-        given = deck.sources.place("layout.local_steps.replicas").override is not None
-        said = chose, *taken.sentences
-        return _go_on(world, deck, path, state, signals, replayed, not given, said, make)
+        deck, layout_note = choose_layout(world, deck)
+        sets_replicas = deck.sources.place("layout.local_steps.replicas").override is not None
+        notes = layout_note, *recovery.sentences
+        checkpoint = _ResumedCheckpoint(path, state, not sets_replicas, notes)
+        return _resume_from(world, deck, checkpoint, signals, replayed, make)
 
 
-def _go_on(
+@dataclass(frozen=True)
+class _ResumedCheckpoint:
+    """Checkpoint that a run resumes from.
+
+    Attributes:
+        path: Path of the checkpoint.
+        state: Its state.
+        fits_replicas: True if the number of replicas follows from the number of ranks.
+        notes: Sentences to print at the start.
+    """
+
+    path: Path
+    state: Mapping[str, Any]
+    fits_replicas: bool
+    notes: Sequence[str]
+
+
+def _resume_from(
     world: World,
     deck: Deck,
-    path: Path,
-    state: Mapping[str, Any],
+    checkpoint: _ResumedCheckpoint,
     signals: Signals,
     replayed: Path | None,
-    follows: bool,
-    said: Sequence[str],
     make: MakeTrainer,
 ) -> int:
-    """Train on from a checkpoint with that state; the exit code.
+    """Train from a checkpoint on. Return the exit code. Collective.
 
-    `follows` says whether the number of replicas is what the ranks make; what is `said` at the start, too.
-    A run that is done stays as it is. HpctrainError where the deck changes what a resumed run keeps, or where
-    the checkpoint is beyond the last step; InputOutputError where it is damaged.
+    If all steps of the run are done, only the checkpoint is verified.
+
+    Raises:
+        HpctrainError: The deck changes a key that a resumed run must keep, or ends before the checkpoint.
+        InputOutputError: The checkpoint is damaged.
     """
+    path, state = checkpoint.path, checkpoint.state
     done = False
     with world.agreement():
         before = stored_deck(state, path)
         step = int(state.get("step", 0))
-        makes, ranks = "", int(state.get("ranks", world.size))
-        if follows:
-            deck, makes = fit_continued_replicas(deck, before, ranks, world.size)
+        replica_note, ranks = "", int(state.get("ranks", world.size))
+        if checkpoint.fits_replicas:
+            deck, replica_note = fit_continued_replicas(deck, before, ranks, world.size)
         require_resumable(deck, before, path, int(state.get("updates", step)), int(state.get("samples", 0)))
         deck = keep_vocabulary(deck, before)
         if deck.run.steps < step:
@@ -544,8 +608,8 @@ def _go_on(
         deck = with_stored_choices(deck, before, state, path)
         if world.rank == 0:
             refuse_other_folder(deck, path)
-    opening = prepare_ranks(world, deck), rate_change(deck, before, step), makes, *said
-    if not before.checkpoint.mirror:  # else it goes on with what nodes are left
+    core_note, rate_note = prepare_ranks(world, deck), rate_change(deck, before, step)
+    if not before.checkpoint.mirror:  # otherwise a run continues on the nodes that are left
         require_neighbour(world, deck)
     run = open_run(world, deck, path, lambda: clear_other_folder(deck, path), replayed, make)
-    return run.train(signals, opening)
+    return run.train(signals, (core_note, rate_note, replica_note, *checkpoint.notes))

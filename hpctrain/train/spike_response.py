@@ -1,4 +1,4 @@
-"""Going back: a run that takes up an earlier state of its own, from memory or from a checkpoint."""
+"""Response of a run to spikes of the loss or the gradient norm: skip the update, or roll back."""
 
 from __future__ import annotations
 
@@ -13,59 +13,63 @@ from hpctrain.train.trainer import Trainer
 
 
 class SpikeResponse(Hook):
-    """What a run does about a step that was a spike: it leaves the update out, or goes back.
+    """Hook that decides what a run does after a spike. It must come before hooks that report.
 
-    `wanted` is the spike for which it is to `go` back, between steps; `stop` why it is to stop. Its place
-    among the hooks is before those who report.
+    Attributes:
+        trainer: The trainer.
+        rollback: Restores earlier states.
+        pending_spike: Spike because of which the run must roll back before the next step, if any.
+        reason_to_stop: Reason why the run must reason_to_stop; "" if it continues.
     """
 
-    def __init__(self, trainer: Trainer, way: Rollback) -> None:
-        self.trainer, self.way = trainer, way
-        self.wanted: Spike | None = None
-        self.stop = ""
+    def __init__(self, trainer: Trainer, rollback: Rollback) -> None:
+        self.trainer, self.rollback = trainer, rollback
+        self.pending_spike: Spike | None = None
+        self.reason_to_stop = ""
         newest = self.spikes.recorded[-1] if self.spikes.recorded else None
-        # One that was killed on the way tells of it in its next row.
-        self._told = newest if newest is not None and newest.back_to == trainer.state.step else None
+        # A run that was killed during a rollback reports it in its next row of metrics.
+        self._unreported = newest if newest is not None and newest.back_to == trainer.state.step else None
 
     @property
     def spikes(self) -> SpikeDetector:
-        """Those of the run."""
+        """Spike detector of the run."""
         return self.trainer.engine.control.spikes
 
     def after_step(self, done: StepDone) -> None:
-        """See what is to be done about a step that was a spike."""
-        done.rollback_cause, self._told = self._told, None
+        """Decide what to do if the step was a spike."""
+        done.rollback_cause, self._unreported = self._unreported, None
         spike = done.result.spike
         if spike is None:
             return
         log, spikes = logging.getLogger("hpctrain"), self.spikes
         if spikes.count >= spikes.limit:
             spikes.record_spike(spike)
-            self.stop = f"step {spike.step}: {spike.why}; {_more_than(spikes.limit)}"
-            log.warning("%s", self.stop)
+            self.reason_to_stop = f"step {spike.step}: {spike.why}; {_limit_text(spikes.limit)}"
+            log.warning("%s", self.reason_to_stop)
         elif spikes.action == "rollback":
-            self.wanted = spike
+            self.pending_spike = spike
         else:
             spikes.record_spike(spike)
             so_far = counted(spikes.count, "spike")
             log.warning("step %d: %s; update skipped (%s so far)", spike.step, spike.why, so_far)
 
-    def go(self) -> None:
-        """Go back for the spike that was found, to a state that is old enough, or else the oldest there is.
+    def roll_back(self) -> None:
+        """Return to a state that is `stability.spike_back` steps old, or else to the oldest one. Collective.
 
-        Without any, what is left is that its update was left out. Collective.
+        If there is none, only the update of the spike is skipped.
         """
-        spike, self.wanted = self.wanted, None
+        spike, self.pending_spike = self.pending_spike, None
         assert spike is not None
-        state, spikes, way = self.trainer.state, self.spikes, self.way
+        state, spikes, rollback = self.trainer.state, self.spikes, self.rollback
         log, record = logging.getLogger("hpctrain"), spikes.record
         samples = self.trainer.next_unused_sample(state.samples)
-        source = way.newest(state.step - self.trainer.deck.stability.spike_back) or way.oldest(state.step - 1)
+        latest = state.step - self.trainer.deck.stability.spike_back
+        source = rollback.newest(latest) or rollback.oldest(state.step - 1)
         if source is None:
             spikes.record_spike(spike)
             log.warning("step %d: %s; no earlier state is left, update skipped", spike.step, spike.why)
             return
-        before = way.take(source)
+        before = rollback.restore(source)
         state.samples, left = samples, samples - before.samples
         spike = replace(spike, first_sample=before.samples, samples=left, back_to=before.step)
         spikes.restore_record(record, spike)
@@ -73,9 +77,9 @@ class SpikeResponse(Hook):
             "step %d: %s; returns to step %d and skips the %s since then (%s so far)",
             *(spike.step, spike.why, before.step, counted(left, "sample"), counted(spikes.count, "spike")),
         )
-        self._told = spike
-        way.save()
+        self._unreported = spike
+        rollback.save()
 
 
-def _more_than(most: int) -> str:
-    return f"the run stops after more than stability.spike_most = {most} spikes"
+def _limit_text(limit: int) -> str:
+    return f"the run stops after more than stability.spike_most = {limit} spikes"

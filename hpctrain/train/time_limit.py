@@ -1,4 +1,4 @@
-"""The time limit of a run, and when it must stop to be over in time."""
+"""Time limit of a run, and the decision to stop before it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from hpctrain.units import format_seconds
 
 RECENT_STEPS = 20
 MARGIN = 60.0
-BYTES_PER_SECOND = 200e6  # what one node surely writes of a checkpoint, before any was measured
+"""Longest default margin, in seconds."""
+BYTES_PER_SECOND = 200e6
+"""Lower bound of the rate at which a node writes a checkpoint, until one was measured."""
 
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """When the run must be over, in seconds of `time.monotonic`; `name` says who wants it."""
+    """Time at which a run must be over.
+
+    Attributes:
+        name: Where the limit comes from.
+        end: The time, in seconds of `time.monotonic`.
+        margin: Seconds before it at which the run stops.
+    """
 
     name: str
     end: float
@@ -26,7 +34,7 @@ class TimeLimit:
 
     @classmethod
     def find(cls, deck: Deck, environment: Mapping[str, str], started: float) -> TimeLimit | None:
-        """The earlier one of the deck's, counted from `started`, and the Slurm job's; None without any."""
+        """Return the earlier one of the deck's limit, counted from `started`, and the Slurm job's, if any."""
         limits: list[tuple[float, str]] = []
         if deck.run.time_limit is not None:
             limits.append((started + deck.run.time_limit, "run.time_limit"))
@@ -42,14 +50,20 @@ class TimeLimit:
 
 @dataclass
 class Pace(Hook):
-    """How long things take in this run, in seconds; 0 what has not been done yet."""
+    """Hook that records how long steps take, to decide whether another one fits into the time limit.
 
-    checkpoint: float  # the longest so far; before the first, what is expected
+    Attributes:
+        checkpoint: Seconds of the slowest checkpoint so far, or the expected seconds before the first one.
+        evaluation: Seconds of the last evaluation; 0 before the first one.
+        steps: Seconds of the last steps.
+    """
+
+    checkpoint: float
     evaluation: float = 0.0
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     def after_step(self, done: StepDone) -> None:
-        """Note how long it took."""
+        """Record the seconds of the step."""
         self.steps.append(done.seconds)
 
     after_step_alone = after_step
@@ -57,11 +71,16 @@ class Pace(Hook):
     def reason_to_stop(
         self, limit: TimeLimit | None, now: float, evaluates: bool = False, writing: bool = False
     ) -> str:
-        """Why no other step can be made before the limit; "" where one can.
+        """Return why the time does not suffice for another step and a checkpoint; "" if it does.
 
-        `evaluates`: an evaluation comes after that step. `writing`: a checkpoint is under way. One step is
-        made in any case, so that no job is in vain: else a run whose limit is too short for it would be
-        started again and again.
+        At least one step is made in any case. Otherwise a job with too short a limit would be started again
+        and again without progress.
+
+        Args:
+            limit: The time limit, if any.
+            now: Present time, in seconds of `time.monotonic`.
+            evaluates: True if an evaluation follows the next step.
+            writing: True if an unfinished checkpoint must be completed as well.
         """
         if limit is None or not self.steps:
             return ""

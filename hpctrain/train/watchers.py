@@ -1,4 +1,4 @@
-"""Hooks of a run that only join what `watch` and others know to the steps."""
+"""Hooks that report steps, evaluate, record traces and find slow ranks."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.stragglers import TimeComparison
 
 TRACED_SPANS = 1_000_000
-"""In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
+"""Largest number of spans in a trace besides the actions of the schedule, which Perfetto opens quickly."""
 
 
 class SlowRanks(Hook):
-    """Puts stragglers into the status."""
+    """Hook that writes stragglers into the status."""
 
     def __init__(self, stragglers: TimeComparison, reporter: Reporter) -> None:
         self.stragglers, self.reporter = stragglers, reporter
 
     def after_step(self, done: StepDone) -> None:
-        """Compare the ranks' times where a window of steps is over."""
+        """Compare the times of the ranks at the end of a window of steps."""
         slow = self.stragglers.step(done.compute_seconds)
         if slow is not None:
             self.reporter.status.note(stragglers=[straggler.row() for straggler in slow])
@@ -52,7 +52,7 @@ class SlowRanks(Hook):
 
 
 class Evaluation(Hook):
-    """Evaluates what is held out every so many steps and after the last one; without any `sets`: never."""
+    """Hook that evaluates held-out sets every `run.evaluate_every` steps and after the last step."""
 
     def __init__(
         self, trainer: Trainer, sets: Sequence[HeldOut], pace: Pace, reporter: Reporter, best: BestSoFar
@@ -61,21 +61,21 @@ class Evaluation(Hook):
         self.pace, self.reporter, self.best = pace, reporter, best
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation comes after that step."""
+        """Return True if an evaluation follows the step."""
         every = self.run.evaluate_every
         return bool(self.sets) and (step == self.run.steps or (every > 0 and step % every == 0))
 
     def after_step(self, done: StepDone) -> None:
-        """Enter the metrics of all sets where an evaluation is due."""
+        """Evaluate all sets and record their metrics, if an evaluation is due."""
         if not self.due(done.state.step):
             return
         self.reporter.working("evaluating")
         started = time.perf_counter()
         names = self.trainer.evaluation_metrics
         done.evaluated = {
-            each.name: each.metrics(**{name: value for name, value in found.items() if name in names})
+            each.name: each.metrics(**{name: value for name, value in metrics.items() if name in names})
             for each in self.sets
-            for found in [self.trainer.evaluate(each.batches, each.sequences)]
+            for metrics in [self.trainer.evaluate(each.batches, each.sequences)]
         }
         self.best.add_evaluation(done.state.step, done.evaluated)
         self.reporter.status.note(
@@ -86,7 +86,7 @@ class Evaluation(Hook):
 
 
 class TraceRecorder(Hook):
-    """Records the newest steps, and writes them with every checkpoint."""
+    """Hook that records the last steps, and writes them as a trace with every checkpoint."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.engine, run = trainer.engine, trainer.deck.run
@@ -96,12 +96,12 @@ class TraceRecorder(Hook):
         self.engine.world.ledger.timeline = self.timeline
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
-        """What comes from here on belongs to the step."""
+        """Record from here on as the given step."""
         self.timeline.begin_step(step)
         return nullcontext()
 
     def after_save(self) -> None:
-        """Write the trace so far."""
+        """Write the trace."""
         write_trace(self.path, self.timeline, self.engine.mesh, self.engine.schedule)
         if self.timeline.dropped:
             logging.getLogger("hpctrain").warning(
@@ -113,7 +113,7 @@ class TraceRecorder(Hook):
 
 
 class EightBitWatch(Hook):
-    """Has products in 8 bits note what they lose, every so many steps, for the line of metrics."""
+    """Hook that lets fp8 products measure their quantization loss every `precision.fp8_watch` steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.every, self.statistics = (
@@ -122,13 +122,13 @@ class EightBitWatch(Hook):
         )
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
-        """More is noted where the step is due."""
+        """Turn detailed statistics on for steps in which they are due."""
         self.statistics.detailed_step = self.every > 0 and step % self.every == 0
         return nullcontext()
 
 
 class StepReport(Hook):
-    """Tells of every step in metrics, log, terminal and status, and at the end what came of the run."""
+    """Hook that reports each step in metrics, log, terminal and status, and the outcome of the run."""
 
     def __init__(
         self,
@@ -144,15 +144,16 @@ class StepReport(Hook):
         self.reporter = reporter
         self.peak, self.pace, self.checkpoints, self.memory = peak, pace, checkpoints, memory
         self.folder = Path(self.deck.run.dir)
-        self.skipped = ""  # why the last step that made no update made none
+        self.skipped = ""
+        """Reason why the last step without an update was skipped."""
 
     def after_step(self, done: StepDone) -> None:
-        """Warn of a skipped update; one row of metrics, from rank 0."""
+        """Report the step from rank 0, and warn of a skipped update. Collective."""
         with self.world.agreement():
             self.after_step_alone(done)
 
     def after_step_alone(self, done: StepDone) -> None:
-        """As after any step, by this rank alone."""
+        """Report the step from this rank alone."""
         result, state = done.result, done.state
         if result.skipped:
             self.skipped = skip_reason(result)
@@ -177,7 +178,7 @@ class StepReport(Hook):
             (result.batch, done.state.samples) if of_samples else (result.tokens, done.state.tokens)
         )
         rate = taken / done.seconds
-        # Of a sample of a dataset nobody knows the FLOPs.
+        # The FLOPs of a sample of a user's data set are not known.
         flops = None if of_samples else model_flops(engine.architecture).flops_per_token
         batches = self.trainer.step.batches
         assert batches.order is not None
@@ -208,7 +209,7 @@ class StepReport(Hook):
         )
 
     def at_end(self, order: StepDecision) -> None:
-        """Write down what was sent, and say how the run ended, or by what order it stops."""
+        """Write the ledger, and report how the run ended."""
         reporter, run, world = self.reporter, self.deck.run, self.world
         newest = self.checkpoints.newest
         reporter.close_progress()

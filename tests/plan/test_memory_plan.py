@@ -264,7 +264,7 @@ def test_what_sums_receive_is_planned(world: World, tmp_path: Path) -> None:
         scratch._free.clear()
         scratch.bytes = scratch.peak_bytes = 0
         training.train(1)
-        held = MemoryLedger(training.engine, training.activations, planned, tmp_path).measure()
+        held = MemoryLedger(training, planned, tmp_path).measure()
         assert held.buffer == planned.stages[0].memory.buffer, name
         found[name] = world.buffer_bytes
     none = {"MPI's own", "slices of MPI's own", "little of 16 bits"}
@@ -279,7 +279,7 @@ def test_the_table_after_a_run_is_of_one_stage(
     deck = small_deck("layout.pipeline=2", "layout.schedule=1f1b", "model.layers=4", "model.tied=false")
     training, planned = trainer(world, deck), plan_memory(deck, world.size, VOCABULARY)
     training.train(1)
-    ledger = MemoryLedger(training.engine, training.activations, planned, mpi_tmp_path)
+    ledger = MemoryLedger(training, planned, mpi_tmp_path)
     own, fullest = ledger.measure(), planned.largest
     by_chance = 0 if ledger.stage == fullest.stage else 1 << 40
     monkeypatch.setattr(ledger, "held", lambda: replace(own, other=by_chance))

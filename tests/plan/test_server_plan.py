@@ -30,7 +30,7 @@ def test_each_role_holds_what_is_planned(world: World, tmp_path: Path, compute: 
     training = served(world, deck, masked=0.0)
     training.train_step()
     engine, stage = training.engine, training.stage
-    held = MemoryLedger(engine, training.activations, planned, tmp_path, world, stage).measure()
+    held = MemoryLedger(training, planned, tmp_path).measure()
     expected = planned.stages[stage].memory
     for kind in KINDS:
         assert held.kinds()[kind] == expected.kinds()[kind], kind

@@ -273,7 +273,7 @@ def test_planned_state_bytes_are_the_measured_ones(world: World, tmp_path: Path)
         planned = plan_memory(deck, world.size, 61)
         engine = training.engine
         here = planned.stages[engine.mesh.coordinate("pipeline")].memory
-        held = MemoryLedger(engine, training.activations, planned, tmp_path).measure()
+        held = MemoryLedger(training, planned, tmp_path).measure()
         assert held.optimizer == here.optimizer, keys
         own = {id(state): state for state in engine.stage.state_owners if isinstance(state, Rounding)}
         residuals = sum(each.residual.nbytes for each in own.values())

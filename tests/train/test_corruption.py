@@ -277,7 +277,7 @@ def test_half_a_row_of_faults_swallows_no_later_one(world: World, tmp_path: Path
     way = SimpleNamespace(trainer=SimpleNamespace(world=world), reporter=reporter)
     fault = DetectedFault("copies", "bias", "step", (0,), "differs")
     for step in (3, 4):
-        fault_recovery.FaultRecovery(cast(Rollback, way), tmp_path)._note(
+        fault_recovery.FaultRecovery(cast(Rollback, way), tmp_path)._report(
             SilentFaultError(step, [fault], state_unchanged=True)
         )
         with (tmp_path / "faults.jsonl").open("a") as file:
@@ -446,7 +446,7 @@ def test_an_order_that_comes_wrong_at_one_rank_parts_nobody(
     assert control.agree() == StepDecision()
     if world.rank == 0:
         (mpi_tmp_path / STOP_FILE).touch()
-    control._looked = -np.inf
+    control._last_check = -np.inf
     order = control.agree()
     assert order.stop and order.checkpoint and "stop exists" in order.why
 

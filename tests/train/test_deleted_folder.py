@@ -18,7 +18,7 @@ from hpctrain.train.signals import Signals
 def test_deleted_folder_ends_the_run(
     replaced: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
+    monkeypatch.setattr(control, "SECONDS_PER_CHECK", 0.0)
     folder = tmp_path / "run"
     folder.mkdir()
     run_control = Control(world.single_rank_world(), folder, Signals(), str)
@@ -35,7 +35,7 @@ def test_deleted_folder_ends_the_run(
 def test_folder_may_be_invisible_for_a_moment(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
+    monkeypatch.setattr(control, "SECONDS_PER_CHECK", 0.0)
     folder = tmp_path / "run"
     folder.mkdir()
     run_control = Control(world.single_rank_world(), folder, Signals(), str)

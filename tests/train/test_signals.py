@@ -26,7 +26,7 @@ from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import control, signals
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.signals import HEEDED, Signals
+from hpctrain.train.signals import HANDLED, Signals
 from hpctrain.train.step import Step, TrainState
 from hpctrain.train.time_limit import Pace, TimeLimit
 from tests.launch import clean_environment, launcher
@@ -40,7 +40,7 @@ AtStep = Callable[[int, Callable[[], None]], None]
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     """`at_step(5, act)`: act within the fifth step of the run, on this rank; files are looked for always."""
-    monkeypatch.setattr(control, "SECONDS_PER_LOOK", 0.0)
+    monkeypatch.setattr(control, "SECONDS_PER_CHECK", 0.0)
 
     def arrange(number: int, act: Callable[[], None]) -> None:
         make = Step.__call__
@@ -292,12 +292,12 @@ def test_what_must_fit_before_the_limit() -> None:
 
 
 def test_handlers_are_those_of_before_again() -> None:
-    before = {number: signal.getsignal(number) for number in HEEDED}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     with Signals() as entered:
-        for number in HEEDED:
+        for number in HANDLED:
             os.kill(os.getpid(), number)
-        assert entered.came == set(HEEDED)
-    assert {number: signal.getsignal(number) for number in HEEDED} == before
+        assert entered.received == set(HANDLED)
+    assert {number: signal.getsignal(number) for number in HANDLED} == before
 
 
 def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,10 +307,10 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     with Signals():
         os.kill(os.getpid(), signal.SIGINT)
         with Signals() as inner:
-            now += signals.SECONDS_APART / 2
+            now += signals.SECONDS_BETWEEN_INTERRUPTS / 2
             os.kill(os.getpid(), signal.SIGINT)
-            assert inner.came == {signal.SIGINT}
-            now += signals.SECONDS_APART
+            assert inner.received == {signal.SIGINT}
+            now += signals.SECONDS_BETWEEN_INTERRUPTS
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -322,7 +322,7 @@ def test_what_was_to_be_ignored_is_ignored(number: signal.Signals) -> None:
     try:
         with Signals() as entered:
             os.kill(os.getpid(), number)
-            assert entered.came == set()
+            assert entered.received == set()
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
@@ -418,7 +418,7 @@ def test_ctrl_c_on_a_terminal(small: Path, presses: int) -> None:
         os.write(terminal, b"\x03")
         shown += read_until(terminal, b"Ctrl-C again ends it at once")
         if presses == 2:
-            time.sleep(2 * signals.SECONDS_APART)
+            time.sleep(2 * signals.SECONDS_BETWEEN_INTERRUPTS)
             os.write(terminal, b"\x03")
         shown += read_until(terminal, None)
         after = [before, termios.tcgetattr(terminal)]
@@ -483,8 +483,8 @@ def test_a_signal_while_libraries_load_is_not_lost(
 import os, signal, sys
 from hpctrain.cli import run
 from hpctrain.cli.main import main
-heed = run.heed_from_now
-run.heed_from_now = lambda: (heed(), os.kill(os.getpid(), signal.SIGUSR2))
+heed = run.record_signals
+run.record_signals = lambda: (heed(), os.kill(os.getpid(), signal.SIGUSR2))
 assert "torch" not in sys.modules
 sys.argv = ["hpctrain", "run", "small.toml"]
 main()

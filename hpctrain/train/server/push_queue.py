@@ -1,8 +1,8 @@
-"""What a server does with pushes and pulls, and when: a decision of events alone, without messages.
+"""Order in which a server applies pushes and answers pulls. It depends on events only, not on messages.
 
-In step, or within a distance, the pushes of a step are one update, added in the workers' order once all
-are there; `version` counts these, and a pull for a step waits for the update of `distance + 1` steps before.
-Without a distance each push is an update, as it comes, and no pull waits.
+With a distance, the pushes of a step are one update, which is made when all have arrived, in the order of the
+workers. A pull for a step waits until the update of `distance + 1` steps before is made; a distance of 0 is
+synchronous training. Without a distance, each push is one update when it arrives, and no pull waits.
 
 The staleness of a push is the number of updates between the pull that it was computed with and its own.
 """
@@ -18,7 +18,7 @@ Payload = TypeVar("Payload")
 
 @dataclass(frozen=True)
 class QueuedPush(Generic[Payload]):
-    """What one worker has pushed, and how stale it is."""
+    """Push of a worker that can be finish_update, with its staleness."""
 
     worker: int
     payload: Payload
@@ -26,59 +26,66 @@ class QueuedPush(Generic[Payload]):
 
 
 class PushQueue(Generic[Payload]):
-    """Keeps what cannot be applied yet: at most `bound` parcels."""
+    """Queue of pushes that cannot be finish_update yet, and of pulls that cannot be answered yet.
+
+    Attributes:
+        workers: Number of workers.
+        distance: Number of steps that a worker may be ahead of the slowest one; None for any number.
+        version: Number of updates so far.
+    """
 
     def __init__(self, workers: int, distance: int | None, version: int = 0) -> None:
         self.workers, self.distance, self.version = workers, distance, version
-        self._pulled = [version] * workers
-        self._waiting: dict[int, int] = {}
-        self._kept: dict[int, dict[int, Payload]] = {}
-        self._stale: dict[tuple[int, int], int] = {}
+        self._pulled_versions = [version] * workers
+        self._waiting_pulls: dict[int, int] = {}
+        self._pushes: dict[int, dict[int, Payload]] = {}
+        self._staleness: dict[tuple[int, int], int] = {}
 
     @property
     def bound(self) -> int:
-        """The most parcels that are kept at once: of each step that may be under way every worker's."""
+        """Largest number of pushes in the queue: one per worker and unfinished step."""
         return 1 if self.distance is None else self.workers * (self.distance + 1)
 
     @property
-    def kept(self) -> int:
-        """How many are kept now."""
-        return sum(map(len, self._kept.values()))
+    def size(self) -> int:
+        """Number of pushes in the queue."""
+        return sum(map(len, self._pushes.values()))
 
     def push(self, worker: int, step: int, payload: Payload) -> Iterator[list[QueuedPush[Payload]]]:
-        """A push of a step; what is to be applied now, as one update each, which the caller has to have done
-        when it asks for the next.
+        """Add a push of a step, and yield the pushes of each update that must be made now.
+
+        The caller must make an update before it requests the next one.
         """
         if self.distance is None:
-            yield [QueuedPush(worker, payload, self.version - self._pulled[worker])]
+            yield [QueuedPush(worker, payload, self.version - self._pulled_versions[worker])]
             return
         if not self.version <= step <= self.version + self.distance:
             raise RuntimeError(f"worker {worker} pushed step {step} to parameters of step {self.version}")
-        of_step = self._kept.setdefault(step, {})
+        of_step = self._pushes.setdefault(step, {})
         if worker in of_step:
             raise RuntimeError(f"worker {worker} pushed step {step} twice")
         of_step[worker] = payload
-        self._stale[worker, step] = step - self._pulled[worker]
-        if self.kept > self.bound:
-            raise RuntimeError(f"{self.kept} pushes are waiting, but at most {self.bound} may")
-        while len(self._kept.get(self.version, ())) == self.workers:
-            done, now = self._kept.pop(self.version), self.version
-            yield [QueuedPush(each, done[each], self._stale.pop((each, now))) for each in sorted(done)]
+        self._staleness[worker, step] = step - self._pulled_versions[worker]
+        if self.size > self.bound:
+            raise RuntimeError(f"{self.size} pushes are waiting, but at most {self.bound} may")
+        while len(self._pushes.get(self.version, ())) == self.workers:
+            done, now = self._pushes.pop(self.version), self.version
+            yield [QueuedPush(each, done[each], self._staleness.pop((each, now))) for each in sorted(done)]
 
-    def applied(self) -> None:
-        """What `push` gave was applied, or, of a step, is skipped: there is another version."""
+    def finish_update(self) -> None:
+        """Record that the update which `push` yielded was made, or skipped."""
         self.version += 1
 
     def pull(self, worker: int, step: int) -> None:
-        """A worker wants the parameters, to compute its share of a step with."""
-        if worker in self._waiting:
+        """Add the request of a worker for the parameters of a step."""
+        if worker in self._waiting_pulls:
             raise RuntimeError(f"worker {worker} requested parameters twice")
-        self._waiting[worker] = self.version if self.distance is None else step - self.distance
+        self._waiting_pulls[worker] = self.version if self.distance is None else step - self.distance
 
     def answers(self) -> list[int]:
-        """The workers to be sent the parameters as they are now."""
-        ready = sorted(worker for worker, version in self._waiting.items() if version <= self.version)
+        """Return the workers to which the present parameters must be sent."""
+        ready = sorted(worker for worker, version in self._waiting_pulls.items() if version <= self.version)
         for worker in ready:
-            del self._waiting[worker]
-            self._pulled[worker] = self.version
+            del self._waiting_pulls[worker]
+            self._pulled_versions[worker] = self.version
         return ready

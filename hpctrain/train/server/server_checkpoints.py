@@ -1,4 +1,4 @@
-"""The checkpoints of a run with servers: these write and read them, and the workers wait."""
+"""Checkpoints of a run with servers. The servers write and read them, and the workers wait."""
 
 from __future__ import annotations
 
@@ -21,46 +21,45 @@ from hpctrain.train.step import TrainState
 
 
 class ServedCheckpoints(Checkpoints):
-    """Checkpoints on all ranks of `world`, of the engine that the servers have together.
+    """Checkpoints of the engine that the servers share. All methods are collective over the run's ranks.
 
-    They hold what those of any run hold, under the same names: whoever goes on has other workers and servers,
-    or none.
+    The files have the same content as those of any run, so a run with other servers, or none, can resume.
     """
 
     def __init__(
         self, deck: Deck, engine: Engine, known: Mapping[str, Any], world: World, roles: ServerRoles
     ) -> None:
         super().__init__(deck, engine, known)
-        self.whole, self.serves = world, roles.serves(world.rank)
+        self.run_world, self.serves = world, roles.serves(world.rank)
         self.layout |= {"data": roles.workers, "zero": 0, "servers": roles.servers}
         self.provenance = self.provenance.of(world.size, self.layout)
 
+    @override
     def expected_bytes(self) -> float:
-        """See Checkpoints; 0 on workers."""
         return super().expected_bytes() if self.serves else 0.0
 
     @override
     def save(self, state: TrainState) -> None:
-        # What goes wrong the servers agree on among themselves before all ranks do.
-        with self.whole.agreement():
+        # The servers agree on an error among themselves, before all ranks do.
+        with self.run_world.agreement():
             if self.serves:
                 super().save(state)
         self._step = state.step
 
+    @override
     def nonfinite_weight(self) -> NonFiniteWeight | None:
-        """Return the first weight of the servers that is not finite, on all ranks."""
         weight = super().nonfinite_weight() if self.serves else None
-        shared: NonFiniteWeight | None = self.whole.everyone.broadcast_object(weight, HEAD)
+        shared: NonFiniteWeight | None = self.run_world.everyone.broadcast_object(weight, HEAD)
         return shared
 
     @override
     def restore(self, path: Path) -> TrainState:
         state: TrainState | None = None
-        with self.whole.agreement():
+        with self.run_world.agreement():
             if self.serves:
                 state = super().restore(path)
-        own = None if state is None else (asdict(state), self.best.stored())
-        shared, best = self.whole.everyone.broadcast_object(own, HEAD)
+        of_server = None if state is None else (asdict(state), self.best.stored())
+        shared, best = self.run_world.everyone.broadcast_object(of_server, HEAD)
         self.best.resume(best)
         self.newest = path
         if path.parent == self.folder:
@@ -68,13 +67,13 @@ class ServedCheckpoints(Checkpoints):
         return TrainState(**shared)
 
     def start_from(self, deck: Deck) -> str:
-        """As `start_from_source`. Collective."""
+        """Load the weights that `model.from` names on the servers. Return a sentence about them."""
         sentence = ""
-        with self.whole.agreement():
+        with self.run_world.agreement():
             if self.serves:
                 sentence = start_from_source(deck, self.engine)
         return sentence
 
     @override
     def stored(self, state: TrainState) -> dict[str, Any]:
-        return {**super().stored(state), "ranks": self.whole.size}
+        return {**super().stored(state), "ranks": self.run_world.size}

@@ -1,8 +1,8 @@
-"""The trainer of a run with servers: what makes the steps up to where all ranks meet again.
+"""The trainer of a run with parameter servers, which makes the steps up to the next synchronization.
 
-Between two meetings ranks go on by letters alone. They meet where something is due after a step (an
-evaluation, a checkpoint, the end), or as soon as something was asked of a rank, and then do together what any
-run does between steps. What becomes of a step the head alone knows before.
+Between two synchronizations ranks only exchange messages with servers. They synchronize if something is due
+after a step (an evaluation, a checkpoint, the end), or as soon as a rank has received a request. Until then
+only the head, the first server, knows the results of the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpctrain.train.hook import StepDone
 from hpctrain.train.server.server_loop import Server
 from hpctrain.train.server.server_messages import HEAD
 from hpctrain.train.server.update_log import SlowWorkers, UpdateLog, histogram_text
-from hpctrain.train.server.wire_format import own_pieces, pieces_of
+from hpctrain.train.server.wire_format import owned_ranges, served_ranges
 from hpctrain.train.server.worker_loop import ShareStep, Worker
 from hpctrain.train.step import StepResult, TrainState
 from hpctrain.train.trainer import Trainer
@@ -38,10 +38,10 @@ from hpctrain.watch.stragglers import TimeComparison
 
 
 class ServedTrainer(Trainer):
-    """A Trainer on all ranks of `world`, whose `engine` is that of this rank's role.
+    """Trainer of a run with servers. Its engine is that of this rank's role.
 
-    Hooks are told of a step after which all meet as of any; of another one the head alone tells them, see
-    Hook.after_step_alone.
+    After a step at which all ranks synchronize, hooks are called as in any run. After other steps, the head
+    calls `Hook.after_step_alone`.
     """
 
     def __init__(
@@ -55,19 +55,23 @@ class ServedTrainer(Trainer):
         self.server: Server | None = None
         self.worker: Worker | None = None
         serves = roles.serves(world.rank)
-        told = world.everyone.all_gather_object(own_pieces(engine.stage.buckets) if serves else [])
+        ranges = world.everyone.all_gather_object(owned_ranges(engine.stage.buckets) if serves else [])
         parameters = {p.shard.name: p for model in engine.stage.models for p in parameter_list(model)}
-        pieces = [pieces_of(told[server], parameters, engine.stage.models) for server in range(roles.servers)]
+        pieces = [
+            served_ranges(ranges[server], parameters, engine.stage.models) for server in range(roles.servers)
+        ]
         if serves:
             self.server = Server(deck, engine, self.mailbox, roles, pieces[world.rank])
         else:
             share_step = ShareStep(engine, batches, deck, roles.workers)
             self.step = share_step
             self.worker = Worker(deck, engine, share_step, self.mailbox, roles, pieces)
-        self.book: UpdateLog | None = None
+        self.update_log: UpdateLog | None = None
         if world.rank == HEAD:
             names = (*engine.objective.metrics, *engine.auxiliary_loss_names)
-            self.book = UpdateLog(self.state, names, roles.workers, self._tell, self._moved)
+            self.update_log = UpdateLog(
+                self.state, names, roles.workers, self._after_step_alone, self._transferred_bytes
+            )
         self._problem: HpctrainError | None = None
 
     @property
@@ -93,64 +97,69 @@ class ServedTrainer(Trainer):
     @override
     def outcome_lines(self) -> list[str]:
         lines = [f"staleness   pushes by staleness: {histogram_text(self.staleness)}"]
-        left_out = self.book.left_out if self.book is not None else 0
-        return [*lines, f"discarded   {counted(left_out, 'push')}, not finite"] if left_out else lines
+        discarded_pushes = self.update_log.discarded_pushes if self.update_log is not None else 0
+        return (
+            [*lines, f"discarded   {counted(discarded_pushes, 'push')}, not finite"]
+            if discarded_pushes
+            else lines
+        )
 
     @property
+    @override
     def stage(self) -> int:
-        """See Trainer: servers come before workers."""
+        # A memory plan has the servers first.
         return int(self.worker is not None)
 
     @override
     def stragglers(self, factor: float) -> TimeComparison:
         hosts = self.world.everyone.all_gather_object(self.world.hostname)
-        return SlowWorkers(self.book, self.roles, hosts, factor)
+        return SlowWorkers(self.update_log, self.roles, hosts, factor)
 
-    def begin(self, state: TrainState) -> None:
-        """Go on from a state."""
+    def set_state(self, state: TrainState) -> None:
+        """Set the counters of the run."""
         for name, value in asdict(state).items():
             setattr(self.state, name, value)
 
     @property
     def staleness(self) -> Counter[int]:
-        """On the head, how many pushes had which staleness."""
-        return Counter() if self.book is None else self.book.staleness
+        """Number of pushes of each staleness, on the head; empty on other ranks."""
+        return Counter() if self.update_log is None else self.update_log.staleness
 
+    @override
     def train_step(self, batch: int | None = None) -> StepResult:
-        """Make one step, after which all meet. Collective."""
         assert batch is None, "workers take the deck's batch"
         result = self._make_steps(self.state.step + 1, lambda: False)
         assert result is not None
         return result.result
 
     @override
-    def advance(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:
-        end = next(step for step in range(self.state.step + 1, self.deck.run.steps + 1) if due(step))
-        self._make_steps(end, asked)
+    def advance(self, is_due: Callable[[int], bool], is_requested: Callable[[], bool]) -> None:
+        end = next(step for step in range(self.state.step + 1, self.deck.run.steps + 1) if is_due(step))
+        self._make_steps(end, is_requested)
 
-    def _make_steps(self, end: int, asked: Callable[[], bool]) -> StepDone | None:
-        """Make steps up to `end`, or fewer where anything is asked; the last one, if it is that."""
+    def _make_steps(self, end: int, is_requested: Callable[[], bool]) -> StepDone | None:
+        """Make steps up to `end`, or fewer if a rank has a request. Return step `end` if it was made."""
         if self.server is not None:
-            if self.book is not None:
-                self.book.begin(end)
-            self.server.serve(self.state, end, asked, self.book)
+            if self.update_log is not None:
+                self.update_log.start(end)
+            self.server.serve(self.state, end, is_requested, self.update_log)
         elif self.worker is not None:
-            self.worker.work(self.state, asked, self.activations.around_step)
-        return self._meet()
+            self.worker.work(self.state, is_requested, self.activations.around_step)
+        return self._synchronize()
 
-    def _meet(self) -> StepDone | None:
-        """Have all ranks know what was done, and tell all hooks of a step after which something is due."""
+    def _synchronize(self) -> StepDone | None:
+        """Share the state with all ranks, and call the hooks if the last step was the end. Collective."""
         problem = self._problem if self.worker is None else self.worker.problem
         with self.world.agreement():
             if problem is not None:
                 raise problem
-        last = None if self.book is None else self.book.last
+        last = None if self.update_log is None else self.update_log.last_step
         here = None
-        if self.book is not None:
+        if self.update_log is not None:
             row = None if last is None else (last.result, last.seconds, last.payload)
             here = [asdict(self.state), row]
         state, row = self.world.everyone.broadcast_object(here, HEAD)
-        self.begin(TrainState(**state))
+        self.set_state(TrainState(**state))
         if row is None:
             return None
         done = last or StepDone(row[0], self.state, row[1], row[1], row[2])
@@ -158,8 +167,9 @@ class ServedTrainer(Trainer):
             hook.after_step(done)
         return done
 
+    @override
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
-        """See Trainer: by the workers, with the parameters that the servers have."""
+        # The workers evaluate, with the parameters of the servers.
         metrics = None
         if self.server is not None:
             self.server.serve_all()
@@ -170,24 +180,25 @@ class ServedTrainer(Trainer):
         shared: dict[str, float] = self.world.everyone.broadcast_object(metrics, self.roles.servers)
         return shared
 
-    def _moved(self) -> int:
+    def _transferred_bytes(self) -> int:
         return self.world.ledger.bytes + self.mailbox.received_bytes
 
-    def _tell(self, done: StepDone) -> None:
-        """Tell the hooks of a step at which the other ranks are not."""
+    def _after_step_alone(self, done: StepDone) -> None:
+        """Call the hooks on the head only, after a step without synchronization."""
         try:
             for hook in self.hooks:
                 hook.after_step_alone(done)
         except HpctrainError as error:
             assert self.server is not None
             self._problem = error
-            self.server.break_off()
+            self.server.stop_giving_shares()
 
 
 def new_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
-    """The trainer of a deck whose vocabulary is settled, with servers or without. Collective.
+    """Return the trainer of a deck with a known vocabulary, with servers or without. Collective.
 
-    HpctrainError on all ranks where its memory is not there, or the deck cannot be run here.
+    Raises:
+        HpctrainError: There is not enough memory, or the deck cannot run on these ranks; raised on all ranks.
     """
     if deck.objective.kind not in LANGUAGE_KINDS:
         sentence = "is supported by `hpctrain run` and `hpctrain resume` only"

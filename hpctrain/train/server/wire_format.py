@@ -1,8 +1,8 @@
-"""How a server's elements of the parameters, or of their gradients, travel between it and the workers.
+"""Layout of messages with a server's elements of the parameters or of their gradients.
 
-A server tells once which elements of which parameters are its own, its pieces. They travel behind each other
-in that order. Of a table that is looked up alone, only the rows that a share of the samples touches travel,
-with their numbers: whole ones, though a server's piece may begin or end within.
+A server owns ranges of parameters. Messages contain them one after the other. Of an embedding table without a
+tied head, only the rows that occur in a share of the samples are sent, with their numbers. Rows are always
+complete in messages, although a range may start or end inside a row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ ROW_NUMBERS = torch.int32
 
 @dataclass(frozen=True)
 class ServedRange:
-    """Elements `start` to `stop` of a parameter, of a table that is looked up alone with `row` in each."""
+    """Range of a flat parameter that a server owns.
+
+    Attributes:
+        name: Name of the parameter.
+        start: First element.
+        stop: Element after the last one.
+        row: Number of elements per row of an embedding table that is sent by rows; otherwise 0.
+        trained: True if the parameter is trained.
+    """
 
     name: str
     start: int
@@ -34,54 +42,54 @@ class ServedRange:
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Number of elements."""
         return self.stop - self.start
 
     def rows(self, touched: Tensor) -> Tensor:
-        """Those of the `touched` rows, in rising order, of which it has elements."""
+        """Return those of the `touched` rows, in ascending order, of which the range has elements."""
         first, last = self.start // self.row, -(-self.stop // self.row)
         return touched[(touched >= first) & (touched < last)]
 
-    def _cut(self, rows: Tensor) -> Iterator[tuple[int, slice, slice]]:
-        """Of each of `rows` that it has not whole: its place there, the elements in the piece, in the row."""
+    def _incomplete_rows(self, rows: Tensor) -> Iterator[tuple[int, slice, slice]]:
+        """Yield the index, the elements in the range and the elements in the row of each incomplete row."""
         first, last = -(-self.start // self.row), self.stop // self.row
         for place in ((rows < first) | (rows >= last)).nonzero().flatten().tolist():
             begin = int(rows[place]) * self.row
             low, high = max(begin, self.start), min(begin + self.row, self.stop)
             yield place, slice(low - self.start, high - self.start), slice(low - begin, high - begin)
 
-    def _whole(self, values: Tensor) -> tuple[int, Tensor]:
-        """The rows of `values` that it has whole [n, row], and the number of the first."""
+    def _complete_rows(self, values: Tensor) -> tuple[int, Tensor]:
+        """Return the number of the first complete row, and the complete rows of `values`, [n, row]."""
         first, last = -(-self.start // self.row), self.stop // self.row
         last = max(first, last)
         begin = min(first * self.row, self.stop) - self.start
         return first, values[begin : begin + (last - first) * self.row].view(-1, self.row)
 
     def take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Of the piece's `values` these rows [n, row]; what is not its own there is zero."""
-        first, whole = self._whole(values)
-        inside = (rows >= first) & (rows < first + len(whole))
-        taken = values.new_zeros(len(rows), self.row)
-        taken[inside] = whole[rows[inside] - first]
-        for place, here, there in self._cut(rows):
-            taken[place, there] = values[here]
-        return taken
+        """Return rows of the range's `values`, [n, row]. Elements outside of the range are zero."""
+        first, complete = self._complete_rows(values)
+        inside = (rows >= first) & (rows < first + len(complete))
+        result = values.new_zeros(len(rows), self.row)
+        result[inside] = complete[rows[inside] - first]
+        for place, here, there in self._incomplete_rows(rows):
+            result[place, there] = values[here]
+        return result
 
-    def put(self, values: Tensor, rows: Tensor, given: Tensor) -> None:
-        """Write `given` [n, row], as of `take`, into the piece's `values`."""
-        first, whole = self._whole(values)
-        inside = (rows >= first) & (rows < first + len(whole))
-        whole[rows[inside] - first] = given[inside]
-        for place, here, there in self._cut(rows):
-            values[here] = given[place, there]
+    def put(self, values: Tensor, rows: Tensor, row_values: Tensor) -> None:
+        """Write rows [n, row] into the range's `values`."""
+        first, complete = self._complete_rows(values)
+        inside = (rows >= first) & (rows < first + len(complete))
+        complete[rows[inside] - first] = row_values[inside]
+        for place, here, there in self._incomplete_rows(rows):
+            values[here] = row_values[place, there]
 
 
 Rows = Sequence[Tensor]
-"""The numbers of rows of each of some tables' pieces, in rising order."""
+"""Numbers of rows of each range of a table, in ascending order."""
 
 
 class WireFormat:
-    """The pieces of one server, in the order in which they travel."""
+    """Ranges of one server in the order in which messages contain them."""
 
     def __init__(self, pieces: Iterable[ServedRange]) -> None:
         self.pieces = tuple(pieces)
@@ -89,18 +97,18 @@ class WireFormat:
         self.elements = sum(piece.elements for piece in self.pieces)
 
     def rows(self, touched: Mapping[str, Tensor]) -> list[Tensor]:
-        """Of each table's piece the touched rows."""
+        """Return the touched rows of each range of a table, by the touched rows of each table."""
         return [piece.rows(touched[piece.name]) for piece in self.tables]
 
     def length(self, counts: Sequence[int] | None) -> int:
-        """Elements that travel with so many rows of each table's piece; without `counts` all."""
+        """Return the length of a message with so many rows of each range of a table (None: all elements)."""
         if counts is None:
             return self.elements
         dense = sum(piece.elements for piece in self.pieces if not piece.row)
         return dense + sum(count * piece.row for count, piece in zip(counts, self.tables, strict=True))
 
     def pack(self, values: Sequence[Tensor], rows: Rows | None) -> Tensor:
-        """What travels, flat and in memory of its own, of each piece's flat `values`; with no `rows`, all."""
+        """Return a new flat tensor for a message, from the flat `values` of each range (`rows` None: all)."""
         of_tables = iter(rows or ())
         return torch.cat(
             [
@@ -111,7 +119,7 @@ class WireFormat:
         )
 
     def unpack(self, flat: Tensor, values: Sequence[Tensor], rows: Rows | None) -> None:
-        """Write what has travelled into each piece's `values`; other rows stay as they are."""
+        """Write a message into the `values` of each range; rows that it lacks stay unchanged."""
         of_tables, begin = iter(rows or ()), 0
         for piece, each in zip(self.pieces, values, strict=True):
             if piece.row and rows is not None:
@@ -124,16 +132,16 @@ class WireFormat:
             begin = end
 
 
-def looked_up(models: Iterable[ModelPart]) -> dict[str, int]:
-    """The names of tables of which rows are looked up and nothing else, each with a row's elements."""
+def embedding_row_sizes(models: Iterable[ModelPart]) -> dict[str, int]:
+    """Return the row size of each embedding table without a tied head, by name."""
     layers = [each for model in models for layer in model.layers for each in layer.modules()]
     tied = {id(layer.table) for layer in layers if isinstance(layer, VocabularyHead)}
     tables = (layer.table for layer in layers if isinstance(layer, VocabularyEmbedding))
     return {table.shard.name: table.shape[1] for table in tables if id(table) not in tied}
 
 
-def own_pieces(buckets: Iterable[Bucket]) -> list[tuple[str, int, int]]:
-    """Of each parameter, in the buckets' order, the elements that are this rank's own, if any."""
+def owned_ranges(buckets: Iterable[Bucket]) -> list[tuple[str, int, int]]:
+    """Return name, start and stop of each range that this rank owns, in the order of the buckets."""
     return [
         (segment.parameter.shard.name, offset, offset + elements.numel())
         for bucket in buckets
@@ -142,12 +150,12 @@ def own_pieces(buckets: Iterable[Bucket]) -> list[tuple[str, int, int]]:
     ]
 
 
-def pieces_of(
-    told: Iterable[tuple[str, int, int]], parameters: Mapping[str, Parameter], models: Iterable[ModelPart]
+def served_ranges(
+    ranges: Iterable[tuple[str, int, int]], parameters: Mapping[str, Parameter], models: Iterable[ModelPart]
 ) -> list[ServedRange]:
-    """The pieces that a server has told of, as any rank that has all parameters understands them."""
-    tables = looked_up(models)
+    """Return the ranges of a server from the list that it has sent, on a rank that knows all parameters."""
+    tables = embedding_row_sizes(models)
     return [
         ServedRange(name, start, stop, tables.get(name, 0), parameters[name].requires_grad)
-        for name, start, stop in told
+        for name, start, stop in ranges
     ]

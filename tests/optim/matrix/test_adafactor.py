@@ -137,7 +137,7 @@ def test_measured_bytes_are_those_of_the_planned_rank(
     """Ranks that own less may hold other amounts."""
     deck = small_deck(*LLAMA, f"optimizer.name={name}", f"layout.zero={zero}")
     training, planned = trainer(world, deck), plan_memory(deck, world.size, 61)
-    ledger = MemoryLedger(training.engine, training.activations, planned, mpi_tmp_path)
+    ledger = MemoryLedger(training, planned, mpi_tmp_path)
     own = ledger.measure()
     monkeypatch.setattr(ledger, "held", lambda: replace(own, other=(1 << 50) // max(1, own.optimizer)))
     ledger.at_end(StepDecision())

@@ -369,7 +369,7 @@ def test_residuals_and_factors_are_planned(world: World, tmp_path: Path) -> None
         moved = sum(row.bytes for row in world.ledger.rows() if row.axis == "data x context")
         assert moved == plan_traffic(deck, world.size, 61).stages[0].payload()["data x context"]
         planned = plan_memory(deck, world.size, 61)
-        held = MemoryLedger(training.engine, training.activations, planned, tmp_path).measure()
+        held = MemoryLedger(training, planned, tmp_path).measure()
         assert held.optimizer == planned.stages[0].memory.optimizer, keys
         without = plan_memory(deck.with_keys(communication={"compress": "none"}), world.size, 61)
         beside = sum(each.values.nbytes for each in training.engine.state() if "reducer" in each.kind)

@@ -169,7 +169,7 @@ def test_residuals_follow_the_loss_scale(world: World, form: str) -> None:
 def test_planned_state_is_the_measured_one(world: World, form: str, zero: int) -> None:
     training = made(world, deck_of(form, f"layout.zero={zero}"))
     planned = plan_memory(training.deck, world.size, 61).stages[0].memory
-    ledger = MemoryLedger(training.engine, training.activations, plan_memory(training.deck, 2, 61), Path())
+    ledger = MemoryLedger(training, plan_memory(training.deck, 2, 61), Path())
     held = ledger.measure().optimizer
     less = (
         BLOCK * 4 * len(training.engine.stage.buckets)

@@ -42,7 +42,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, pause: Callable[[], float]) -> None:
 
 def steps(training: ServedTrainer, count: int) -> None:
     """So many steps in one stretch."""
-    training._advance(training.state.step + count, lambda: False)
+    training._make_steps(training.state.step + count, lambda: False)
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
@@ -72,10 +72,10 @@ def test_nobody_is_further_ahead_than_the_distance(world: World, monkeypatch: py
     for moment, step in (each for here, _ in histories for each in here):
         for _, others in histories:
             assert step - sum(when < moment for when, _ in others) <= distance
-    if training.book is not None:
-        assert max(training.book.staleness) <= distance
-        assert sum(training.book.staleness.values()) == 12 * 3
-        assert training.server is not None and training.server.most_kept <= 3 * (distance + 1)
+    if training.update_log is not None:
+        assert max(training.update_log.staleness) <= distance
+        assert sum(training.update_log.staleness.values()) == 12 * 3
+        assert training.server is not None and training.server.max_queued <= 3 * (distance + 1)
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
@@ -90,14 +90,14 @@ def test_the_ledger_counts_pushes_and_pulls_by_the_closed_form(
     training.train_step()  # the first pull is of all
     touched: list[int] = []
     if training.worker is not None:
-        reading = training.worker.step.take
+        reading = training.worker.step.read_and_count
 
         def noted(*arguments: int) -> tuple[list[MicroBatch], int]:
             read, count = reading(*arguments)
             touched.append(len(torch.cat([each.tokens.flatten() for each in read]).unique()))
             return read, count
 
-        training.worker.step.take = noted  # type: ignore[method-assign]
+        training.worker.step.read_and_count = noted  # type: ignore[method-assign]
     world.ledger.reset()
     payloads: list[int] = []
     telling = Hook()
@@ -217,7 +217,9 @@ def test_what_is_not_finite_is_skipped_and_counted(
         assert result.skipped and training.state.skipped == 1
         assert all(torch.equal(before[name], each) for name, each in after.items())
     else:
-        left_out = world.everyone.broadcast_object(training.book.left_out if training.book else 0)
+        left_out = world.everyone.broadcast_object(
+            training.update_log.discarded_pushes if training.update_log else 0
+        )
         assert not result.skipped and training.state.skipped == 0 and left_out >= 1
         assert any(not torch.equal(before[name], each) for name, each in after.items())
     assert training.state.step == 2
@@ -241,7 +243,7 @@ def test_no_correction_makes_a_push_infinite(world: World, monkeypatch: pytest.M
         monkeypatch.setattr(training.worker.step, "accumulate", huge)
     steps(training, 3)
     assert all(bool(each.isfinite().all()) for each in values(training).values())
-    assert training.book is None or max(training.book.staleness) > 0
+    assert training.update_log is None or max(training.update_log.staleness) > 0
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
@@ -253,7 +255,7 @@ def test_rows_that_travel_alone_change_no_bit(world: World, monkeypatch: pytest.
     after = values(sparse)
     if sparse.worker is not None:
         assert all(wire.tables for wire in sparse.worker.wires)
-    monkeypatch.setattr("hpctrain.train.server.wire_format.looked_up", lambda _: {})
+    monkeypatch.setattr("hpctrain.train.server.wire_format.embedding_row_sizes", lambda _: {})
     dense = served(world, deck)
     assert [dense.train_step().metrics for _ in range(3)] == [result.metrics for result in results]
     assert all(torch.equal(after[name], each) for name, each in values(dense).items())
@@ -303,4 +305,4 @@ def test_a_slow_worker_makes_no_server_keep_pushes(world: World, monkeypatch: py
     slow = Server._apply
     monkeypatch.setattr(Server, "_apply", lambda server, pushed: (time.sleep(0.02), slow(server, pushed))[1])
     steps(training, 4)
-    assert training.server is None or training.server.most_kept == 1
+    assert training.server is None or training.server.max_queued == 1

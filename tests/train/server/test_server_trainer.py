@@ -39,7 +39,7 @@ def check_as_plain(world: World, mode: str, servers: int, workers: int, *overrid
     seen = Seen()
     training.hooks.append(seen)
     training.go_on(lambda step: step == STEPS, lambda: False)
-    if training.book is not None:
+    if training.update_log is not None:
         assert reference is not None
         for result, expected in zip(seen.results, reference[0], strict=True):
             assert (result.metrics, result.grad_norm) == (expected.metrics, expected.grad_norm)

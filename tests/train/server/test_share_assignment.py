@@ -48,7 +48,7 @@ class Play:
         for worker in range(self.workers):
             turns.ask(worker, pushed=False)
         asked_to_pause = False
-        while not turns.over or any(letters.values()):
+        while not turns.is_finished or any(letters.values()):
             for worker, share in turns.answers():
                 if share is not None:
                     self._begin(worker, share)
@@ -82,11 +82,11 @@ class Play:
             if server == 0:
                 turns.ask(worker, pushed=True)
             for pushed in intake.push(worker, share.step, share):
-                self.most_kept = max(self.most_kept, intake.kept + len(pushed))
+                self.most_kept = max(self.most_kept, intake.size + len(pushed))
                 assert self.most_kept <= intake.bound
                 self.applied[server] += [(each.worker, each.payload) for each in pushed]
                 self.stale[server] += [each.staleness for each in pushed]
-                intake.applied()
+                intake.finish_update()
         return turns
 
     def _begin(self, worker: int, share: SampleShare) -> None:
@@ -142,9 +142,9 @@ def test_a_slow_worker_slows_itself_alone_without_a_distance() -> None:
         turns.ask(0, pushed=True)
         assert turns.answers() == [(0, SampleShare(step, number))]
     turns.ask(0, pushed=True)
-    assert turns.answers() == [(0, None)] and not turns.over
+    assert turns.answers() == [(0, None)] and not turns.is_finished
     turns.ask(1, pushed=True)
-    assert turns.answers() == [(1, None)] and turns.over
+    assert turns.answers() == [(1, None)] and turns.is_finished
 
 
 def test_the_fastest_waits_at_its_distance() -> None:
@@ -166,10 +166,10 @@ def test_after_an_error_nothing_is_given_out() -> None:
         turns.ask(0, pushed=False)
         turns.ask(1, pushed=False)
         assert len(turns.answers()) == 2
-        turns.break_off()
+        turns.stop()
         turns.ask(0, pushed=False)
         turns.ask(1, pushed=True)
-        assert turns.answers() == [(0, None), (1, None)] and turns.over
+        assert turns.answers() == [(0, None), (1, None)] and turns.is_finished
 
 
 def test_staleness_counts_the_updates_between_pull_and_push() -> None:
@@ -181,7 +181,7 @@ def test_staleness_counts_the_updates_between_pull_and_push() -> None:
 
     def push(worker: int) -> int:
         ((pushed,),) = intake.push(worker, 0, "")
-        intake.applied()
+        intake.finish_update()
         return pushed.staleness
 
     assert push(0) == 0
@@ -203,12 +203,12 @@ def test_a_pull_waits_for_the_version_that_its_step_needs() -> None:
     assert list(intake.push(0, 10, "a")) == []
     intake.pull(0, 11)
     assert intake.answers() == [0]
-    assert list(intake.push(0, 11, "b")) == [] and intake.kept == 2
+    assert list(intake.push(0, 11, "b")) == [] and intake.size == 2
     intake.pull(0, 12)
     assert intake.answers() == []
     (pushed,) = intake.push(1, 10, "c")
     assert [(each.worker, each.payload, each.staleness) for each in pushed] == [(0, "a", 0), (1, "c", 0)]
-    intake.applied()
+    intake.finish_update()
     assert intake.answers() == [0]
     intake.pull(1, 11)
     intake.answers()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.train.server.wire_format import ServedRange, WireFormat, looked_up
+from hpctrain.train.server.wire_format import ServedRange, WireFormat, embedding_row_sizes
 from tests.engines import small_deck, trainer
 
 ROWS, ROW = 9, 5
@@ -62,5 +62,5 @@ def test_the_table_is_one_of_rows_unless_the_head_uses_it_too(world: World) -> N
     """Learned positions are used whole."""
     alone = world.single_rank_world()
     untied = trainer(alone, small_deck("model.tied=false")).engine.stage.models
-    assert looked_up(untied) == {"embedding.tokens.weight": 32}
-    assert looked_up(trainer(alone, small_deck("model.tied=true")).engine.stage.models) == {}
+    assert embedding_row_sizes(untied) == {"embedding.tokens.weight": 32}
+    assert embedding_row_sizes(trainer(alone, small_deck("model.tied=true")).engine.stage.models) == {}
