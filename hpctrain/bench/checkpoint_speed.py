@@ -1,12 +1,11 @@
-"""`hpctrain bench checkpoint`: saving and loading beside plain files and torch.distributed.checkpoint.
+"""`hpctrain bench checkpoint`: saving and loading, compared with plain files and those of torch.
 
-In every round all take turns, and what counts is the ratio within a round. A plain file of every rank holds
-as many bytes as the rank writes of the checkpoint; reading, a rank reads as many as it loads, beginning with
-its own file. What is written is on the disk when the time ends. Before anything is read, by whomever, its
-pages leave the page cache, as after a crash; with `warm` they stay. Making room, emptying the cache and
-removing files are not timed.
+Each round measures everything once. Only ratios within a round are meaningful. Each rank writes a plain file
+of as many bytes as it writes of the checkpoint, and reads as many bytes as it loads, from its own file first.
+Times of writing include the flush to the disk. Before reading, the files are dropped from the page cache, as
+after a crash, unless `warm` is set. Creating folders, dropping caches and removing files are not timed.
 
-Training goes on by real steps: those during a save are compared with as many steps right after it.
+Training steps during a background save are compared with as many steps right after it.
 """
 
 from __future__ import annotations
@@ -52,24 +51,32 @@ from hpctrain.units import format_bytes, format_seconds
 
 Result = TypeVar("Result")
 
-EXTRA_BYTES = 64 << 20  # what saving and loading may take of a rank's memory beyond `checkpoint.buffer`
+EXTRA_BYTES = 64 << 20
+"""Target of the memory that a rank needs for saving and loading in addition to `checkpoint.buffer`."""
 
 PLAIN_WRITE, PLAIN_READ = "plain write", "plain read"
 COLLECTIVE, BACKGROUND, TRAINING = "collective", "background", "in training"
 LOAD, DCP_SAVE, DCP_LOAD = "load", "dcp save", "dcp load"
 SAVES = (PLAIN_WRITE, COLLECTIVE, BACKGROUND, TRAINING, DCP_SAVE)
-OF_PLAIN = {COLLECTIVE: 0.70, BACKGROUND: 0.85, LOAD: 0.85}
-OF_DCP = {COLLECTIVE: 1.0, LOAD: 1.3}
-HELD_UP = 0.10
+PLAIN_TARGETS = {COLLECTIVE: 0.70, BACKGROUND: 0.85, LOAD: 0.85}
+"""Targets of the bandwidth relative to that of plain files."""
+DCP_TARGETS = {COLLECTIVE: 1.0, LOAD: 1.3}
+"""Targets of the bandwidth relative to that of torch.distributed.checkpoint."""
+BLOCKED_TARGET = 0.10
+"""Target of the time for which a background save stops training, relative to that of a collective save."""
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One way to write or read the state; lists are by round.
+    """Results of one way to write or read the state.
 
-    `bytes` are those of all ranks, `seconds` of the slowest. `of_plain`: the bandwidth over that of plain
-    files; `of_dcp`: over torch's. `extra_bytes` is the most memory that a rank took beyond what it held
-    before, in any round; None where the system does not tell.
+    Attributes:
+        name: Name of the operation.
+        bytes: Bytes of all ranks together.
+        seconds: Seconds of the slowest rank, by round.
+        of_plain: Bandwidth relative to that of plain files, by round.
+        of_dcp: Bandwidth relative to that of torch.distributed.checkpoint, by round; empty without it.
+        extra_bytes: Largest growth of a rank's memory in any round; None if the system does not report it.
     """
 
     name: str
@@ -82,11 +89,13 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class TrainingDuringSaves:
-    """Training during background saves, by round.
+    """Training during background saves.
 
-    `held_up`: seconds that the training thread spent in the save. `of_collective`: these over the time of a
-    collective save. `steps`: taken until the file was complete. `slower`: their time over that of as many
-    without a save.
+    Attributes:
+        held_up: Seconds for which the save stopped the training thread, by round.
+        of_collective: These seconds relative to the time of a collective save, by round.
+        steps: Steps until the file was complete, by round.
+        slower: Time of these steps relative to as many steps without a save, by round.
     """
 
     held_up: list[float]
@@ -97,7 +106,14 @@ class TrainingDuringSaves:
 
 @dataclass(frozen=True)
 class CheckpointBenchOptions:
-    """How often to measure, beside what, and where: `folder` exists, and all ranks see it."""
+    """Options of `hpctrain bench checkpoint`.
+
+    Attributes:
+        rounds: Number of rounds.
+        dcp: Also measure torch.distributed.checkpoint.
+        folder: Existing folder for temporary files, which all ranks share.
+        warm: Read files that may be in the page cache.
+    """
 
     rounds: int
     dcp: bool = False
@@ -106,151 +122,163 @@ class CheckpointBenchOptions:
 
 
 def bench_checkpoint(
-    world: World, path: Path, overrides: Sequence[str], wish: CheckpointBenchOptions, output: Path | None
+    world: World, path: Path, overrides: Sequence[str], options: CheckpointBenchOptions, output: Path | None
 ) -> None:
-    """Time saving and loading the state of a deck's engine, in turns with what it is compared with."""
+    """Measure saving and loading the training state of a deck, and print a table. Collective.
+
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        options: What to measure, and where.
+        output: File for the results; None for no file.
+    """
     with world.agreement():
         deck = read_deck(path, overrides)
-        if not wish.folder.is_dir():
-            raise HpctrainError(f"--dir {wish.folder}: must be an existing folder")
+        if not options.folder.is_dir():
+            raise HpctrainError(f"--dir {options.folder}: must be an existing folder")
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
-    if wish.dcp:
+    if options.dcp:
         start_gloo(world)
-    bench = _Bench(world, deck, wish)
+    bench = _CheckpointBench(world, deck, options)
     try:
-        for _ in range(1 + wish.rounds):
+        for _ in range(1 + options.rounds):
             bench.round()
     finally:
         bench.close()
-    if wish.dcp:
+    if options.dcp:
         stop_gloo()
     rows, training = bench.rows(), bench.training()
     with world.agreement():
         if world.rank == 0:
-            _show(deck, world, wish, rows, training)
+            _show(deck, world, options, rows, training)
             if output is not None:
                 write_json(output, {"rows": [asdict(row) for row in rows], "training": asdict(training)})
 
 
-class _Bench:
-    """An engine whose state is saved and loaded, and what was measured."""
+class _CheckpointBench:
+    """Engine whose state is saved and loaded, with the measurements of all rounds."""
 
-    def __init__(self, world: World, deck: Deck, wish: CheckpointBenchOptions) -> None:
+    def __init__(self, world: World, deck: Deck, options: CheckpointBenchOptions) -> None:
         deck = with_vocabulary(deck)
         vocabulary = deck.model.vocabulary
         assert vocabulary is not None
-        self.world, self.deck, self.wish = world, deck, wish
+        self.world, self.deck, self.options = world, deck, options
         engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
         batches = Batches(SyntheticSource(deck.batch.sequence, vocabulary, deck.run.seed), deck.run.seed)
         self.trainer = Trainer(deck, engine, batches)
-        self._train(1)  # moments that are not zero
+        self._train(1)  # fills the moments of the optimizer
         self.stored = {**asdict(self.trainer.state), **deck_state(deck)}
         self.entries = training_entries(engine.state(), writing=True)
         self.loaded = training_entries(t for t in engine.state() if t.resume_mode != "never")
         self.write_bytes = _bytes([entry.part(*entry.share()) for entry in self.entries])
         self.read_bytes = _bytes(self.loaded)
         self.dcp: TorchCheckpoint | None = None
-        if wish.dcp:
+        if options.dcp:
             names = world.everyone.all_gather_object([entry.dataset for entry in self.loaded])
             self.dcp = TorchCheckpoint(world, self.entries, set().union(*names))
         self.piece_bytes = min(PIECE_BYTES, deck.checkpoint.buffer)
         self.buffer: HostBuffer | None = None
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.extra: dict[str, list[int | None]] = defaultdict(list)
-        self.held_up: list[float] = []
-        self.steps: list[int] = []
-        self.alone: list[float] = []
-        self.trained: PeakMemory | None = None
+        self.blocked: list[float] = []
+        self.steps_during_save: list[int] = []
+        self.seconds_without_save: list[float] = []
+        self.training_memory: PeakMemory | None = None
         folder = None
         with world.agreement():
             if world.rank == 0:
-                folder = tempfile.mkdtemp(prefix="bench-checkpoint-", dir=wish.folder)
+                folder = tempfile.mkdtemp(prefix="bench-checkpoint-", dir=options.folder)
         self.folder = Path(world.everyone.broadcast_object(folder))
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the files of the benchmark."""
         if self.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def round(self) -> None:
-        """Everything once; collective. Of the first round, which fills caches, the memory alone counts."""
+        """Measure everything once. Collective.
+
+        The first round fills caches, and only its memory counts.
+        """
         everyone = self.world.everyone
-        with self._fresh() as folder:
+        with self._empty_folder() as folder:
             files = [folder / f"rank-{rank}" for rank in range(everyone.size)]
             files = files[everyone.rank :] + files[: everyone.rank]
-            self._measure(PLAIN_WRITE, lambda: self._alone(lambda: write_plain(files[0], self.write_bytes)))
-            self._forget(folder)
-            self._measure(PLAIN_READ, lambda: self._alone(lambda: read_plain(files, self.read_bytes)))
-        with self._fresh() as folder:
+            self._measure(PLAIN_WRITE, lambda: self._agree(lambda: write_plain(files[0], self.write_bytes)))
+            self._drop_from_cache(folder)
+            self._measure(PLAIN_READ, lambda: self._agree(lambda: read_plain(files, self.read_bytes)))
+        with self._empty_folder() as folder:
             path = folder / "collective.h5"
             entries, stored, piece = self.entries, self.stored, self.piece_bytes
             self._measure(COLLECTIVE, lambda: save(path, everyone, entries, stored, piece))
-            self._forget(folder)
+            self._drop_from_cache(folder)
             self._measure(LOAD, lambda: load(path, everyone, self.loaded, buffer_bytes=self.piece_bytes))
-        with self._fresh() as folder:
-            if self.trained is None:
-                self.trained = PeakMemory()
+        with self._empty_folder() as folder:
+            if self.training_memory is None:
+                self.training_memory = PeakMemory()
                 self._train(2)
-                self.trained.stop()
-            self._measure(TRAINING, lambda: self._train_during_save(folder), beyond=self.trained)
-            self.alone.append(seconds_of(self.world, lambda: self._train(self.steps[-1])))
-        with self._fresh() as folder:
-            self._measure(BACKGROUND, lambda: self._begin(folder).poll(wait=True))
+                self.training_memory.stop()
+            self._measure(TRAINING, lambda: self._train_during_save(folder), beyond=self.training_memory)
+            seconds = seconds_of(self.world, lambda: self._train(self.steps_during_save[-1]))
+            self.seconds_without_save.append(seconds)
+        with self._empty_folder() as folder:
+            self._measure(BACKGROUND, lambda: self._start_save(folder).poll(wait=True))
         if self.dcp is not None:
             dcp = self.dcp
-            with self._fresh() as folder:
+            with self._empty_folder() as folder:
                 self._measure(DCP_SAVE, lambda: dcp.save(folder))
-                self._forget(folder)
+                self._drop_from_cache(folder)
                 self._measure(DCP_LOAD, lambda: dcp.load(folder))
 
     def rows(self) -> list[CheckpointRow]:
-        """What was measured; collective, the same on all ranks."""
+        """Return the results of all operations, the same on all ranks. Collective."""
         bandwidth: dict[str, list[float]] = {}
         rows = []
         for name, seconds in self.seconds.items():
-            moved = self.write_bytes if name in SAVES else self.read_bytes
+            local_bytes = self.write_bytes if name in SAVES else self.read_bytes
             if name == DCP_LOAD and self.dcp is not None:
-                moved = self.dcp.read_bytes
-            gathered = self.world.everyone.all_gather_object((moved, self.extra[name]))
-            total = sum(each for each, _ in gathered)
-            extras = [extra for _, extras in gathered for extra in extras]
-            known = [extra for extra in extras if extra is not None]
+                local_bytes = self.dcp.read_bytes
+            gathered = self.world.everyone.all_gather_object((local_bytes, self.extra[name]))
+            total = sum(count for count, _ in gathered)
+            growths = [growth for _, growths in gathered for growth in growths]
+            known = [growth for growth in growths if growth is not None]
             bandwidth[name] = [total / each for each in seconds[1:]]
-            peak = max(known) if len(known) == len(extras) else None
+            peak = max(known) if len(known) == len(growths) else None
             rows.append(CheckpointRow(name, total, seconds[1:], [], [], peak))
         for row in rows:
             saving = row.name in SAVES
-            for ratios, other in (
+            for ratios, reference in (
                 (row.of_plain, PLAIN_WRITE if saving else PLAIN_READ),
                 (row.of_dcp, DCP_SAVE if saving else DCP_LOAD),
             ):
-                others = bandwidth.get(other, [])
-                ratios += [a / b for a, b in zip(bandwidth[row.name], others, strict=False)]
+                references = bandwidth.get(reference, [])
+                ratios += [a / b for a, b in zip(bandwidth[row.name], references, strict=False)]
         return rows
 
     def training(self) -> TrainingDuringSaves:
-        """What background saves cost the training beside them, the same on all ranks."""
+        """Return by how much background saves slow down training, the same on all ranks."""
         collective, during = self.seconds[COLLECTIVE][1:], self.seconds[TRAINING][1:]
         return TrainingDuringSaves(
-            self.held_up[1:],
-            [a / b for a, b in zip(self.held_up[1:], collective, strict=True)],
-            self.steps[1:],
-            [a / b for a, b in zip(during, self.alone[1:], strict=True)],
+            self.blocked[1:],
+            [a / b for a, b in zip(self.blocked[1:], collective, strict=True)],
+            self.steps_during_save[1:],
+            [a / b for a, b in zip(during, self.seconds_without_save[1:], strict=True)],
         )
 
     def _train_during_save(self, folder: Path) -> None:
-        """Begin to save, and train until the file is complete."""
-        held_up, count = 0.0, 0
+        """Start a background save, and train until the file is complete."""
+        blocked, count = 0.0, 0
 
         def timed(act: Callable[..., Result], *arguments: object) -> Result:
-            nonlocal held_up
-            began = time.perf_counter()
+            nonlocal blocked
+            start = time.perf_counter()
             result = act(*arguments)
-            held_up += time.perf_counter() - began
+            blocked += time.perf_counter() - start
             return result
 
-        class Protection(Hook):
+        class SaveProtection(Hook):
             @contextmanager
             def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
                 timed(pending.protect, False)
@@ -259,8 +287,8 @@ class _Bench:
             def before_update(self) -> None:
                 timed(pending.protect)
 
-        pending = timed(self._begin, folder)
-        protection = Protection()
+        pending = timed(self._start_save, folder)
+        protection = SaveProtection()
         self.trainer.hooks.append(protection)
         complete = False
         while not complete:
@@ -268,10 +296,10 @@ class _Bench:
             count += 1
             complete = timed(pending.poll)
         self.trainer.hooks.remove(protection)
-        self.held_up.append(slowest(self.world, held_up))
-        self.steps.append(count)
+        self.blocked.append(slowest(self.world, blocked))
+        self.steps_during_save.append(count)
 
-    def _begin(self, folder: Path) -> BackgroundSave:
+    def _start_save(self, folder: Path) -> BackgroundSave:
         if self.buffer is None:
             self.buffer = HostBuffer(self.deck.checkpoint.buffer, self.world.device)
         path = folder / "background.h5"
@@ -282,19 +310,25 @@ class _Bench:
             self.trainer.train_step(self.deck.batch.global_size)
 
     def _measure(self, name: str, run: Callable[[], object], beyond: PeakMemory | None = None) -> None:
-        """Time it; the extra memory is that beyond what the rank holds, or beyond another peak."""
+        """Record time and memory of an operation. Collective.
+
+        Args:
+            name: Name of the operation.
+            run: Function that performs it.
+            beyond: Measurement above whose peak the memory counts; None for the memory before the operation.
+        """
         memory = PeakMemory()
         self.seconds[name].append(seconds_of(self.world, run))
         self.extra[name].append(memory.stop(beyond))
 
-    def _alone(self, run: Callable[[], None]) -> None:
-        """Errors of the system are those of all ranks."""
+    def _agree(self, run: Callable[[], None]) -> None:
+        """Call a function of each rank, and raise its errors on all ranks."""
         with self.world.agreement():
             run()
 
     @contextmanager
-    def _fresh(self) -> Iterator[Path]:
-        """An empty folder, removed afterwards."""
+    def _empty_folder(self) -> Iterator[Path]:
+        """Yield an empty folder that is removed afterwards. Collective."""
         folder = self.folder / "measured"
         with self.world.agreement():
             if self.world.rank == 0:
@@ -305,10 +339,10 @@ class _Bench:
             if self.world.rank == 0:
                 shutil.rmtree(folder)
 
-    def _forget(self, folder: Path) -> None:
-        if not self.wish.warm:
+    def _drop_from_cache(self, folder: Path) -> None:
+        if not self.options.warm:
             self.world.everyone.barrier()
-            self._alone(lambda: drop_from_cache(folder))
+            self._agree(lambda: drop_from_cache(folder))
 
 
 def _bytes(entries: Sequence[TensorRange]) -> int:
@@ -318,7 +352,7 @@ def _bytes(entries: Sequence[TensorRange]) -> int:
 def _show(
     deck: Deck,
     world: World,
-    wish: CheckpointBenchOptions,
+    options: CheckpointBenchOptions,
     rows: Sequence[CheckpointRow],
     training: TrainingDuringSaves,
 ) -> None:
@@ -327,8 +361,8 @@ def _show(
     console.print(
         f"{deck.run.title}: checkpoint of {format_bytes(stored)}, {deck.precision.format_name}, "
         "layout.zero = "
-        f"{deck.layout.zero}, {counted(world.size, 'rank')}, {counted(wish.rounds, 'round')}; files "
-        "that are read " + ("may be in the page cache" if wish.warm else "are not in the page cache")
+        f"{deck.layout.zero}, {counted(world.size, 'rank')}, {counted(options.rounds, 'round')}; files "
+        "that are read " + ("may be in the page cache" if options.warm else "are not in the page cache")
     )
     head = ["operation", "MB/s", "of plain", "range", "target", "of dcp", "target", "extra memory"]
     console.print("\n".join(table([head, *map(_cells, rows)])))
@@ -341,7 +375,8 @@ def _show(
     console.print(
         f"a background save stops training for {format_seconds(median(training.held_up))}, "
         f"{median(training.of_collective):.1%} of the time of a collective save "
-        f"({min(training.of_collective):.1%} to {max(training.of_collective):.1%}; target {HELD_UP:.0%})"
+        f"({min(training.of_collective):.1%} to {max(training.of_collective):.1%}; "
+        f"target {BLOCKED_TARGET:.0%})"
     )
     console.print(
         f"it takes {median(training.steps):.0f} steps, each {median(training.slower):.2f} times "
@@ -355,8 +390,8 @@ def _cells(row: CheckpointRow) -> list[str]:
         f"{median(row.bytes / seconds for seconds in row.seconds) / 1e6:.0f}",
         f"{median(row.of_plain):.0%}",
         f"{min(row.of_plain):.0%} to {max(row.of_plain):.0%}",
-        f"{OF_PLAIN[row.name]:.0%}" if row.name in OF_PLAIN else "",
+        f"{PLAIN_TARGETS[row.name]:.0%}" if row.name in PLAIN_TARGETS else "",
         f"{median(row.of_dcp):.2f}" if row.of_dcp and row.name not in (PLAIN_WRITE, PLAIN_READ) else "",
-        f"{OF_DCP[row.name]:.2f}" if row.of_dcp and row.name in OF_DCP else "",
+        f"{DCP_TARGETS[row.name]:.2f}" if row.of_dcp and row.name in DCP_TARGETS else "",
         "n/a" if row.extra_bytes is None else format_bytes(row.extra_bytes, binary=True),
     ]

@@ -1,4 +1,4 @@
-"""How long each primitive takes, beside plain mpi4py and gloo on the same memory in the same run."""
+"""`hpctrain bench collectives`: times of collectives, compared with mpi4py and gloo on the same memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from hpctrain.bench.measurement import write_json
 from hpctrain.bench.peers.collective_calls import (
     OPERATIONS,
-    Once,
+    CollectiveCall,
     gloo_call,
     group_call,
     plain_call,
@@ -34,27 +34,36 @@ from hpctrain.report.terminal import stderr_console, stdout_console
 from hpctrain.text import either, table
 from hpctrain.units import format_bytes, parse_bytes
 
-# What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.
 LARGE_BYTES = 64 * 1024
+"""Size from which LARGE_RATIO is the limit."""
 LARGE_RATIO = 1.10
+"""Limit of the time relative to that of mpi4py, for large tensors."""
 SMALL_SECONDS = 15e-6
+"""Limit of the time in addition to that of mpi4py, for small tensors."""
 
-# What memory of a node is to bring: from these bytes up so many times mpi4py's speed, and gloo's; and of
-# what goes through it up to LARGE_BYTES, at least mpi4py's.
 HUGE_BYTES = 64 * 1024 * 1024
+"""Size from which SPEEDS apply."""
 SPEEDS: Mapping[str, tuple[float, float]] = {"all_reduce": (2.5, 4.0), "reduce_scatter": (6.0, 0.0)}
+"""Least speed relative to mpi4py and to gloo through shared memory, by operation; 0 for no limit."""
 
 SECONDS_PER_CASE = 0.4
+"""Approximate time of all samples of one operation and size."""
 SECONDS_PER_SAMPLE = 200e-6
-LEAST_SAMPLES, MOST_SAMPLES = 7, 400
+"""Approximate time of a sample, in which a fast operation is repeated."""
+MIN_SAMPLES, MAX_SAMPLES = 7, 400
 
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """One primitive at one size: medians of seconds over interleaved samples, each the slowest rank's.
+    """Times of one operation with one size: medians over the samples, of the slowest rank.
 
-    `bytes` is the full (concatenated) tensor's; send_recv is there and back. `shared` is whether the ranks
-    see memory of each other.
+    Attributes:
+        operation: Name of the operation. "send_recv" is a message to another rank and back.
+        bytes: Size of the complete tensor.
+        hpctrain: Seconds of hpctrain.
+        mpi4py: Seconds of mpi4py.
+        gloo: Seconds of gloo; None if it was not measured.
+        shared: True if the ranks read each other's memory.
     """
 
     operation: str
@@ -66,18 +75,16 @@ class CollectiveRow:
 
     @property
     def ratio(self) -> float:
-        """Our time over plain mpi4py's."""
+        """Time of hpctrain divided by that of mpi4py."""
         return self.hpctrain / self.mpi4py
 
     @property
-    def good(self) -> bool:
-        """Whether it is as fast as it is to be: through memory by SPEEDS, or mpi4py's where it is small; else
-        whether the wrapper costs no more than it may.
-        """
+    def within_limits(self) -> bool:
+        """True if hpctrain is as fast as the limits of this module require, which `_limits` describes."""
         if self.shared and self.bytes >= HUGE_BYTES and self.operation in SPEEDS:
             over_mpi4py, over_gloo = SPEEDS[self.operation]
-            beside_gloo = self.gloo is None or self.gloo >= over_gloo * self.hpctrain
-            return beside_gloo and self.mpi4py >= over_mpi4py * self.hpctrain
+            faster_than_gloo = self.gloo is None or self.gloo >= over_gloo * self.hpctrain
+            return faster_than_gloo and self.mpi4py >= over_mpi4py * self.hpctrain
         if self.shared and self.bytes <= LARGE_BYTES and self.operation in SMALL_OPERATIONS:
             return self.ratio <= 1
         if self.bytes >= LARGE_BYTES:
@@ -85,20 +92,29 @@ class CollectiveRow:
         return self.hpctrain - self.mpi4py <= SMALL_SECONDS
 
 
-def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> list[CollectiveRow]:
-    """Time the operations (comma-separated, or "all") from `least` to `most` bytes, in steps of four.
+def bench(world: World, operations: str, min_bytes: str, max_bytes: str, gloo: bool) -> list[CollectiveRow]:
+    """Measure operations with sizes that grow by factors of four. Collective.
 
-    Collective. HpctrainError for an unknown operation, a wrong size, or a world of one rank.
+    Args:
+        world: All ranks.
+        operations: Names of operations, separated by commas, or "all".
+        min_bytes: Smallest size, with a unit.
+        max_bytes: Limit of the largest size, with a unit.
+        gloo: Also measure gloo.
+
+    Raises:
+        HpctrainError: An operation is unknown, a size is wrong, or there is one rank only.
     """
     names = list(OPERATIONS) if operations == "all" else [name.strip() for name in operations.split(",")]
     with world.agreement():
         unknown = [name for name in names if name not in OPERATIONS]
         if unknown:
             raise HpctrainError(f"--operations {', '.join(unknown)}: must be {either(OPERATIONS)}")
-        first, last = parse_bytes(least), parse_bytes(most)
+        first, last = parse_bytes(min_bytes), parse_bytes(max_bytes)
         if not 4 <= first <= last:
             raise HpctrainError(
-                f"--min-bytes {least} --max-bytes {most}: must be at least 4 bytes, in ascending order"
+                f"--min-bytes {min_bytes} --max-bytes {max_bytes}: "
+                "must be at least 4 bytes, in ascending order"
             )
         if world.size < 2:
             raise HpctrainError(
@@ -120,7 +136,7 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
 
 @contextmanager
 def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on rank 0's terminal; in a batch log nothing."""
+    """Yield a function that advances a progress bar of rank 0, which only a terminal shows."""
     console = stderr_console()
     console.quiet = world.rank != 0
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -131,42 +147,43 @@ def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
 
 def _measure(group: Group, operation: str, size: int, gloo: bool) -> CollectiveRow:
     share = max(1, size // 4 // group.size)
-    whole, part = (group.empty((count,), torch.float32).zero_() for count in (share * group.size, share))
+    full, part = (group.empty((count,), torch.float32).zero_() for count in (share * group.size, share))
     calls = {
-        "hpctrain": group_call(group, operation, whole, part),
-        "mpi4py": plain_call(group, operation, whole, part),
+        "hpctrain": group_call(group, operation, full, part),
+        "mpi4py": plain_call(group, operation, full, part),
     }
-    other = gloo_call(group, operation, whole, part) if gloo else None
-    if other is not None:
-        calls["gloo"] = other
+    by_gloo = gloo_call(group, operation, full, part) if gloo else None
+    if by_gloo is not None:
+        calls["gloo"] = by_gloo
     times = _medians(group, calls)
     shared = isinstance(group.host, SharedTransport)
-    ours, plain = times["hpctrain"], times["mpi4py"]
-    return CollectiveRow(operation, whole.nbytes, ours, plain, times.get("gloo"), shared)
+    return CollectiveRow(
+        operation, full.nbytes, times["hpctrain"], times["mpi4py"], times.get("gloo"), shared
+    )
 
 
-def _medians(group: Group, calls: dict[str, Once]) -> dict[str, float]:
-    """Median seconds of each call, sampled in turns so that a slow moment of the machine meets all alike."""
+def _medians(group: Group, calls: dict[str, CollectiveCall]) -> dict[str, float]:
+    """Return the median seconds of each call, sampled by turns. Collective."""
     names = list(calls)
-    repeats, longest = {}, 0.0
+    repeats, round_seconds = {}, 0.0
     for name in names:
         _sample(group, calls[name], 3)
-        guess = max(group.all_gather_object(_sample(group, calls[name], 2)))
-        repeats[name] = max(1, min(50, int(SECONDS_PER_SAMPLE / guess)))
-        longest += guess * repeats[name]
-    samples = max(LEAST_SAMPLES, min(MOST_SAMPLES, int(SECONDS_PER_CASE / longest)))
+        estimate = max(group.all_gather_object(_sample(group, calls[name], 2)))
+        repeats[name] = max(1, min(50, int(SECONDS_PER_SAMPLE / estimate)))
+        round_seconds += estimate * repeats[name]
+    samples = max(MIN_SAMPLES, min(MAX_SAMPLES, int(SECONDS_PER_CASE / round_seconds)))
     times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(samples):
         for name in names[index % len(names) :] + names[: index % len(names)]:
             times[name].append(_sample(group, calls[name], repeats[name]))
-    every = group.all_gather_object(times)
+    all_times = group.all_gather_object(times)
     return {
-        name: median(max(ranks) for ranks in zip(*(each[name] for each in every), strict=True))
+        name: median(max(ranks) for ranks in zip(*(each[name] for each in all_times), strict=True))
         for name in names
     }
 
 
-def _sample(group: Group, call: Once, repeats: int) -> float:
+def _sample(group: Group, call: CollectiveCall, repeats: int) -> float:
     """Return the mean seconds of one call over `repeats` calls, after a call that is not timed. Collective.
 
     The untimed call brings the caches into the state in which the operation itself leaves them. Plain calls
@@ -176,14 +193,14 @@ def _sample(group: Group, call: Once, repeats: int) -> float:
         call()
     group.barrier()
     with group.calls.record(Call("sample")):
-        began = perf_counter()
+        start = perf_counter()
         for _ in range(repeats):
             call()
-        return (perf_counter() - began) / repeats
+        return (perf_counter() - start) / repeats
 
 
 def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
-    """The rows as a table on stdout, and how many of them keep the limits."""
+    """Print the results as a table, and the number of rows within the limits."""
     gloo = any(row.gloo is not None for row in rows)
     names = ["operation", "size", "time", "bandwidth", "mpi4py", "bandwidth", "ratio", "more"]
     lines = [[*names, *(["gloo", "ratio"] if gloo else []), ""]]
@@ -202,18 +219,22 @@ def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
             _microseconds(row.hpctrain - row.mpi4py),
         ]
         if gloo:
-            other = row.gloo
-            cells += ["-", "-"] if other is None else [_microseconds(other), f"{row.hpctrain / other:.2f}"]
-        lines.append([*cells, "" if row.good else "over"])
+            seconds = row.gloo
+            cells += (
+                ["-", "-"] if seconds is None else [_microseconds(seconds), f"{row.hpctrain / seconds:.2f}"]
+            )
+        lines.append([*cells, "" if row.within_limits else "over"])
         previous = row.operation
     console = stdout_console()
     console.print(f"Collectives of fp32 tensors on {ranks} ranks, median times")
     console.print("\n".join(table(lines)))
-    console.print(f"Within the limits: {sum(row.good for row in rows)} of {len(rows)} ({_limits(rows)}).")
+    console.print(
+        f"Within the limits: {sum(row.within_limits for row in rows)} of {len(rows)} ({_limits(rows)})."
+    )
 
 
 def _limits(rows: Sequence[CollectiveRow]) -> str:
-    """Those of `good` in words."""
+    """Return the limits of `CollectiveRow.within_limits` as text."""
     small, huge = (format_bytes(size, binary=True) for size in (LARGE_BYTES, HUGE_BYTES))
     limits = [
         f"{LARGE_RATIO:.2f} times the time of mpi4py from {small}, {SMALL_SECONDS * 1e6:.0f} us more below"
@@ -227,7 +248,7 @@ def _limits(rows: Sequence[CollectiveRow]) -> str:
 
 
 def write_rows(rows: Sequence[CollectiveRow], ranks: int, path: Path) -> None:
-    """The rows as JSON: ranks, and one object each with seconds."""
+    """Write the results as JSON."""
     write_json(path, {"ranks": ranks, "rows": [asdict(row) for row in rows]})
 
 

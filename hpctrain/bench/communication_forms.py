@@ -1,8 +1,8 @@
-"""`hpctrain bench communication`: what a model learns by each form of communication, of the same tokens.
+"""`hpctrain bench communication`: bytes sent and validation loss of a deck with each form of communication.
 
-Every form trains the deck from its beginning by the run's own trainer, on the deck's corpus, one after the
-other, and is evaluated on the same held-out sequences. Bytes are payload of rank 0, the mean over all steps,
-the exact ones of a warm-up too.
+Forms are, for example, compressed gradients or local steps. Each of them trains the deck from the start on
+the same corpus, and is evaluated on the same held-out sequences. Bytes are the payload of rank 0 per step,
+averaged over all steps with those of a warm-up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from hpctrain.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class FormFigures:
-    """What a form reached: payload of a step in bytes, loss on held-out sequences, tokens/s of all ranks."""
+    """Results of one form of communication.
+
+    Attributes:
+        name: Name of the form.
+        changes: Overrides of the deck, as KEY=VALUE.
+        payload: Payload of rank 0 per step in bytes.
+        validation: Loss on the held-out sequences.
+        tokens_per_s: Tokens/s of all ranks together.
+    """
 
     name: str
     changes: tuple[str, ...]
@@ -42,8 +50,8 @@ class FormFigures:
     tokens_per_s: float
 
 
-class _Payload(Hook):
-    """Adds up what steps send."""
+class _PayloadCounter(Hook):
+    """Hook that adds up the payload and the tokens of steps."""
 
     def __init__(self) -> None:
         self.bytes = self.tokens = 0
@@ -64,9 +72,15 @@ def bench_communication(
     variants: Sequence[str],
     output: Path | None,
 ) -> int:
-    """Train a deck by each form, and print one table; the exit code.
+    """Train a deck with each form of communication, print a table, and return the exit code. Collective.
 
-    `only` names some of the forms; `variants` are further ones, `KEY=VALUE` separated by spaces.
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        only: Names of the forms to measure; empty for all.
+        variants: Further forms to measure, each as `KEY=VALUE` separated by spaces.
+        output: File for the results; None for no file.
     """
     with world.agreement():
         deck = read_deck(path, overrides, world.size, read_source_keys)
@@ -104,29 +118,29 @@ def bench_communication(
 
 
 def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[str, ...]) -> FormFigures:
-    """All steps of a deck, and one evaluation."""
-    trainer, payload = new_trainer(world, deck, corpus.train), _Payload()
-    trainer.hooks.append(payload)
-    began = time.perf_counter()
+    """Train a deck and evaluate it once."""
+    trainer, counter = new_trainer(world, deck, corpus.train), _PayloadCounter()
+    trainer.hooks.append(counter)
+    start = time.perf_counter()
     while trainer.state.step < deck.run.steps:
         trainer.advance(lambda step: step == deck.run.steps, lambda: False)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     assert corpus.validation is not None
     loss = trainer.evaluate(corpus.validation, deck.run.evaluate_sequences)["loss"]
     trainer.engine.close()
     del trainer
     gc.collect()
-    return FormFigures(name, changes, payload.bytes / deck.run.steps, loss, payload.tokens / seconds)
+    return FormFigures(name, changes, counter.bytes / deck.run.steps, loss, counter.tokens / seconds)
 
 
 def rows(figures: Sequence[FormFigures]) -> list[list[str]]:
-    """The table: the difference is to the first form, in percent of its loss."""
-    told = [["form", "payload per step", "of the first", "validation loss", "difference", "tokens/s"]]
+    """Return the rows of the table; differences are those to the first form, in percent of its loss."""
+    lines = [["form", "payload per step", "of the first", "validation loss", "difference", "tokens/s"]]
     first = figures[0] if figures else None
     for each in figures:
         assert first is not None
         share = f"{100 * each.payload / first.payload:.3g}%" if first.payload else ""
         difference = f"{100 * (each.validation / first.validation - 1):+.2f}%" if each is not first else ""
         loss, rate = f"{each.validation:.4f}", format_count(each.tokens_per_s)
-        told.append([each.name, format_bytes(each.payload), share, loss, difference, rate])
-    return told
+        lines.append([each.name, format_bytes(each.payload), share, loss, difference, rate])
+    return lines

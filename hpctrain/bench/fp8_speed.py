@@ -1,7 +1,7 @@
-"""`hpctrain bench fp8`: what the products of a layer cost in 8 bits, beside those in bf16.
+"""`hpctrain bench fp8`: times of the matrix products of a layer in 8 bits, compared with those in bf16.
 
-Everything takes turns in one run: forward, input gradient and weight gradient of a matrix by each recipe, and
-what they consist of, each by itself: quantizing the operands, and multiplying them once they are there.
+Each round measures forward, input gradient and weight gradient of a matrix with each recipe. It also measures
+their two parts alone: quantization of the operands, and multiplication of quantized operands.
 """
 
 from __future__ import annotations
@@ -36,24 +36,30 @@ from hpctrain.text import table
 from hpctrain.units import format_seconds
 
 SHAPES = ("2048x768x768", "2048x3072x768", "2048x768x3072")
-"""Of a small block's products."""
+"""Default shapes: those of a small transformer block."""
 
 PASSES = ("forward", "input gradient", "weight gradient")
 
 PARTS = ("quantizing", "multiplying")
 
 SECONDS = 0.02
-"""That a measurement takes at least, by repetition."""
+"""Least duration of a measurement, in which the operation is repeated."""
 
 BASE = "bf16"
 
 _DIGITS = 18
-"""Of a size at most."""
+"""Largest number of digits of a size."""
 
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """Of m tokens by a matrix [n, k], from k features to n."""
+    """Sizes of a product of hidden states [tokens, inputs] and a weight [outputs, inputs].
+
+    Attributes:
+        tokens: Number of tokens.
+        outputs: Output features.
+        inputs: Input features.
+    """
 
     tokens: int
     outputs: int
@@ -61,7 +67,11 @@ class MatmulShape:
 
     @staticmethod
     def of(text: str) -> MatmulShape:
-        """From "MxNxK"; HpctrainError where it is none."""
+        """Parse a shape such as "2048x768x768", which gives tokens, outputs and inputs.
+
+        Raises:
+            HpctrainError: The text is not a shape.
+        """
         sizes = text.split("x")
         if len(sizes) != 3 or not all(
             size.isdecimal() and len(size) <= _DIGITS and int(size) for size in sizes
@@ -70,9 +80,11 @@ class MatmulShape:
         return MatmulShape(*map(int, sizes))
 
     @property
-    def least_bytes(self) -> int:
-        """Of what a rank holds at once, as all recipes take turns: of each the operands in 16 bits, the
-        weight's gradient in 32, and but in bf16 the operands in 8 bits as they lie and transposed.
+    def needed_bytes(self) -> int:
+        """Least memory of a rank in bytes.
+
+        For bf16 and each recipe it holds the operands in 16 bits and the weight gradient in 32 bits, and for
+        each recipe also the operands in 8 bits, with their transposes.
         """
         weight = self.outputs * self.inputs
         operands = self.tokens * (self.inputs + self.outputs) + weight
@@ -84,10 +96,15 @@ class MatmulShape:
 
 @dataclass(frozen=True)
 class ProductFigures:
-    """Seconds of one shape by one recipe, or of "bf16": medians over the rounds, of the slowest rank.
+    """Times of one shape with one recipe: medians over the rounds, of the slowest rank.
 
-    `native` says which products the device makes in 8 bits (`found.native`), None of bf16; `parts_s` is of
-    "quantizing" and "multiplying", each by itself; `of_bf16` the median of all three passes over bf16's.
+    Attributes:
+        shape: Shape as text.
+        recipe: Name of the recipe, or "bf16".
+        native: Products that the device computes in 8 bits, see `native_products`; None for bf16.
+        passes_s: Seconds of each of PASSES.
+        parts_s: Seconds of each of PARTS; empty for bf16.
+        of_bf16: Time of all three passes relative to bf16.
     """
 
     shape: str
@@ -99,17 +116,24 @@ class ProductFigures:
 
 
 def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | None) -> None:
-    """Time products of these shapes ("MxNxK") on the world's device, on every rank at once. Collective.
+    """Measure products on every rank at once, and print a table. Collective.
 
-    HpctrainError, before any is timed, of what is no shape or does not fit into memory.
+    Args:
+        world: All ranks.
+        shapes: Shapes, see `MatmulShape.of`.
+        rounds: Number of rounds.
+        output: File for the results; None for no file.
+
+    Raises:
+        HpctrainError: A shape is wrong, or does not fit into memory. Nothing is measured then.
     """
     with world.agreement():
-        wanted = [MatmulShape.of(text) for text in shapes]
-    held = used_bytes(world.device)
-    for shape in wanted:
-        needed = held + shape.least_bytes
+        parsed_shapes = [MatmulShape.of(text) for text in shapes]
+    used = used_bytes(world.device)
+    for shape in parsed_shapes:
+        needed = used + shape.needed_bytes
         require_memory(world, Machine(), f"--shape {shape}", needed, lambda _: "use a smaller shape")
-    figures = [each for shape in wanted for each in measured(world, shape, rounds)]
+    figures = [each for shape in parsed_shapes for each in measure_shape(world, shape, rounds)]
     with world.agreement():
         if world.rank == 0:
             print("\n".join(lines(figures, gpu_name(world.device) or "CPU")), flush=True)
@@ -117,8 +141,8 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
                 write_json(output, [asdict(each) for each in figures])
 
 
-def measured(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigures]:
-    """Of bf16 and of every recipe. Collective."""
+def measure_shape(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigures]:
+    """Return the times of a shape with bf16 and with each recipe. Collective."""
     variants = {BASE: _variant(shape, None, world.device)}
     variants |= {name: _variant(shape, recipe, world.device) for name, recipe in RECIPES.items()}
     times: dict[tuple[str, str], list[float]] = {}
@@ -126,20 +150,20 @@ def measured(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigur
     for number in range(rounds + 1):
         for name, runs in variants.items():
             for part, run in runs.items():
-                again = repeats.get((name, part), 1)
+                count = repeats.get((name, part), 1)
 
-                def repeated(run: Callable[[], object] = run, again: int = again) -> None:
-                    for _ in range(again):
+                def repeated(run: Callable[[], object] = run, count: int = count) -> None:
+                    for _ in range(count):
                         run()
                     synchronize(world.device)
 
-                spent = seconds_of(world, repeated) / again
+                seconds = seconds_of(world, repeated) / count
                 if number:
-                    times.setdefault((name, part), []).append(spent)
-                else:  # the first round, which fills caches, tells how often
+                    times.setdefault((name, part), []).append(seconds)
+                else:  # the first round fills caches, and gives the number of repetitions
                     repeated()
                     repeats[name, part] = max(1, int(SECONDS / seconds_of(world, repeated)))
-    wholes = {
+    sums = {
         name: [sum(each) for each in zip(*(times[name, part] for part in PASSES), strict=True)]
         for name in variants
     }
@@ -150,14 +174,14 @@ def measured(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigur
             native_products(RECIPES[name], world.device) if name in RECIPES else None,
             {part: median(times[name, part]) for part in PASSES},
             {part: median(times[name, part]) for part in PARTS if part in runs},
-            median(own / base for own, base in zip(wholes[name], wholes[BASE], strict=True)),
+            median(seconds / base for seconds, base in zip(sums[name], sums[BASE], strict=True)),
         )
         for name, runs in variants.items()
     ]
 
 
 def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
-    """For people: a table of each shape."""
+    """Return a table of each shape."""
     marks = {"all": "", "stored": " (partly emulated)", "none": " (emulated)", None: ""}
     text: list[str] = []
     for shape in dict.fromkeys(each.shape for each in figures):
@@ -180,12 +204,12 @@ def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
 def _variant(
     shape: MatmulShape, recipe: ScalingRecipe | None, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """What is timed, by its name: the passes, in bf16 where there is no recipe, or else their parts, too."""
-    maker = torch.Generator(device).manual_seed(0)
+    """Return functions to time, by name: the passes, and with a recipe (None for bf16) also its PARTS."""
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-        return values.normal_(std=deviation, generator=maker)
+        return values.normal_(std=deviation, generator=generator)
 
     inputs = normal(shape.tokens, shape.inputs, 1.0)
     gradients = normal(shape.tokens, shape.outputs, 1e-6)
@@ -197,26 +221,26 @@ def _variant(
     if isinstance(product, DelayedMatmul):
         for kind, values in zip(KINDS, (inputs, weight.data, gradients), strict=True):
             product.histories[kind].append(values.abs().amax())
-    _, kept = product.forward_and_save(inputs, None, None, True)
-    whole = product.gather_gradient(gradients, None)
+    _, saved = product.forward_and_save(inputs, None, None, True)
+    gathered = product.gather_gradient(gradients, None)
     runs: dict[str, Callable[[], object]] = {
         "forward": lambda: product.forward_and_save(inputs, None, None, True),
         "input gradient": lambda: product.input_gradient(product.gather_gradient(gradients, None)),
-        "weight gradient": lambda: product.add_weight_gradient(whole, kept),
+        "weight gradient": lambda: product.add_weight_gradient(gathered, saved),
     }
     if recipe is None:
         return runs
     tokens, weights, matrix = recipe.tokens, recipe.weights, weight.data
 
     def quantized() -> list[tuple[QuantizedTensor, QuantizedTensor, torch.dtype]]:
-        lying = tokens.quantize(inputs, E4M3), tokens.quantize(gradients, E5M2)
-        if tokens.transposed == tokens:  # one scale is that of both products
-            left, right = lying[1].transposed(), lying[0].transposed()
+        x, dy = tokens.quantize(inputs, E4M3), tokens.quantize(gradients, E5M2)
+        if tokens.transposed == tokens:  # both products have the same scales
+            left, right = dy.transposed(), x.transposed()
         else:
             left, right = tokens.quantize(gradients.t(), E5M2), tokens.quantize(inputs.t(), E4M3)
         return [
-            (lying[0], weights.quantize(matrix, E4M3), torch.bfloat16),
-            (lying[1], weights.quantize(matrix.t(), E4M3), torch.bfloat16),
+            (x, weights.quantize(matrix, E4M3), torch.bfloat16),
+            (dy, weights.quantize(matrix.t(), E4M3), torch.bfloat16),
             (left, right, torch.float32),
         ]
 
@@ -227,7 +251,7 @@ def _variant(
 
 
 def _product(weight: Parameter, recipe: ScalingRecipe | None) -> Matmul:
-    alone = planned_group(("tensor",), 0, 1, Ledger(), device=weight.device)
-    layer_context = LayerContext(tensor=alone, context=alone)
+    one_rank = planned_group(("tensor",), 0, 1, Ledger(), device=weight.device)
+    layer_context = LayerContext(tensor=one_rank, context=one_rank)
     settings = None if recipe is None else Fp8Settings(recipe)
     return make_matmul([weight], replace(layer_context, products=ProductSettings(fp8=settings)))

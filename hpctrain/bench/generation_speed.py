@@ -1,8 +1,8 @@
-"""`hpctrain bench generate`: tokens/s of greedy text by a deck's model, with a cache and without, in turns.
+"""`hpctrain bench generate`: tokens/s of greedy decoding with and without a key and value cache.
 
-Without a cache each prompt is continued alone, every token by a pass over all of the text: what the cache and
-texts beside each other are for. the same model of transformers continues all prompts as one
-batch, with its cache, in one process with as many threads as there are ranks.
+Without a cache, prompts are continued one after the other, and each token needs a pass over the complete
+text. The same model of transformers continues all prompts as one batch with its cache, in one process with as
+many threads as all ranks have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.bench.measurement import slowest, with_vocabulary, write_json
+from hpctrain.bench.measurement import seconds_of, with_vocabulary, write_json
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.group import Group
@@ -39,10 +39,10 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.text import counted, table
 
-ALONE = 2
-"""Prompts that are continued without a cache: of all of them it would take minutes."""
+UNCACHED_PROMPTS = 2
+"""Number of prompts that are continued without a cache. All of them would take minutes."""
 
-_NAP = 0.02
+_POLL_SECONDS = 0.02
 
 
 def bench_generate(
@@ -54,36 +54,44 @@ def bench_generate(
     rounds: int,
     output: Path | None,
 ) -> int:
-    """Time `tokens` for each of so many random prompts, a quarter as long; the exit code. Collective."""
+    """Measure the continuation of random prompts, print a table, and return the exit code. Collective.
+
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        prompts: Number of prompts.
+        tokens: Tokens to generate for each prompt. A prompt has a quarter as many, and one.
+        rounds: Number of rounds.
+        output: File for the results; None for no file.
+
+    Raises:
+        HpctrainError: The model is unsupported, generates no text, or has too short sequences.
+    """
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, world.size, read_source_keys))
         if deck.model.module is not None or deck.model.experts:
             raise HpctrainError(f"{path}: unsupported model (supported: GPT-2 and Llama without experts)")
         if deck.objective.kind in SCORE_KINDS:
-            asked = 'is unsupported: the model generates no text (use "next-token")'
-            raise HpctrainError(deck.problem("objective.kind", asked))
+            problem = 'is unsupported: the model generates no text (use "next-token")'
+            raise HpctrainError(deck.problem("objective.kind", problem))
         longest = tokens + tokens // 4 + 1
         if longest > deck.batch.sequence:
-            asked = f"must be at least {longest} for a prompt and --tokens {tokens}"
-            raise HpctrainError(deck.problem("batch.sequence", asked))
+            problem = f"must be at least {longest} for a prompt and --tokens {tokens}"
+            raise HpctrainError(deck.problem("batch.sequence", problem))
     torch.set_num_threads(deck.run.threads)
-    random = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     assert deck.model.vocabulary is not None
-    given = torch.randint(deck.model.vocabulary, (prompts, tokens // 4 + 1), generator=random)
-    ours = _ours(world, deck, given, tokens)
-    timed: dict[str, tuple[Callable[[], None], int]] = ours | {
-        "transformers, with cache": (_theirs(world, deck, given, tokens), prompts * tokens)
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for turn in range(rounds + 1):
-        for name in timed if turn % 2 else reversed(timed):
-            world.everyone.barrier()
-            began = time.perf_counter()
-            timed[name][0]()
-            taken = slowest(world, time.perf_counter() - began)
-            if turn:
-                seconds[name].append(taken)
-    rates = {name: timed[name][1] / median(each) for name, each in seconds.items()}
+    texts = torch.randint(deck.model.vocabulary, (prompts, tokens // 4 + 1), generator=generator)
+    methods = _hpctrain_methods(world, deck, texts, tokens)
+    methods["transformers, with cache"] = _transformers_method(world, deck, texts, tokens), prompts * tokens
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for number in range(rounds + 1):
+        for name in methods if number % 2 else reversed(methods):
+            duration = seconds_of(world, methods[name][0])
+            if number:  # the first round fills caches
+                seconds[name].append(duration)
+    rates = {name: methods[name][1] / median(each) for name, each in seconds.items()}
     if world.rank == 0:
         _show(world, rates, prompts, tokens)
         if output is not None:
@@ -99,83 +107,102 @@ def _show(world: World, rates: dict[str, float], prompts: int, tokens: int) -> N
     print("\n".join(table(rows)))
 
 
-def _ours(world: World, deck: Deck, given: Tensor, tokens: int) -> dict[str, tuple[Callable[[], None], int]]:
-    """What is timed of ours by name, and how many tokens all ranks have of it."""
-    alone = on_one_rank(deck).with_keys(run={"noise_scale_steps": 0})
-    layouts = {"shared": alone.with_keys(layout={"tensor": world.size}), "copies": alone}
-    models: dict[str, Transformer] = {}
-    for name, each in layouts.items():
-        own = choose_functions(each, world)
-        engine = build_engine(own, world, make_mesh(own, world))
-        assert isinstance(engine.model, Transformer) and can_cache(engine.model)
-        models[name] = engine.model
-    shared, copies, whole = models["shared"], models["copies"], len(given) * tokens
-    together, single = shared.layer_context.tensor, copies.layer_context.tensor
-    without, cached, part = _Alone(shared), _passes(shared, given, tokens), given[world.rank :: world.size]
-    by_copies = _passes(copies, part, tokens)
+def _hpctrain_methods(
+    world: World, deck: Deck, prompts: Tensor, tokens: int
+) -> dict[str, tuple[Callable[[], None], int]]:
+    """Return functions that continue prompts, and the tokens that all ranks generate. Collective."""
+    one_rank = on_one_rank(deck).with_keys(run={"noise_scale_steps": 0})
+    split_model = _build_model(world, one_rank.with_keys(layout={"tensor": world.size}))
+    replica = _build_model(world, one_rank)
+    all_ranks, this_rank = split_model.layer_context.tensor, replica.layer_context.tensor
+    local_prompts = prompts[world.rank :: world.size]
+    uncached, cached = _UncachedPasses(split_model), _cached_passes(split_model, prompts, tokens)
+    replica_cached = _cached_passes(replica, local_prompts, tokens)
 
-    def each_alone() -> None:
-        for prompt in given[:ALONE].split(1):
-            _continue(without, prompt, tokens, together)
+    def one_at_a_time() -> None:
+        for prompt in prompts[:UNCACHED_PROMPTS].split(1):
+            _continue(uncached, prompt, tokens, all_ranks)
 
+    count = len(prompts) * tokens
     return {
-        "without cache, one prompt at a time": (each_alone, min(ALONE, len(given)) * tokens),
-        "with cache, model split over all ranks": (lambda: _continue(cached, given, tokens, together), whole),
-        "with cache, one copy on each rank": (lambda: _continue(by_copies, part, tokens, single), whole),
+        "without cache, one prompt at a time": (one_at_a_time, min(UNCACHED_PROMPTS, len(prompts)) * tokens),
+        "with cache, model split over all ranks": (
+            lambda: _continue(cached, prompts, tokens, all_ranks),
+            count,
+        ),
+        "with cache, one copy on each rank": (
+            lambda: _continue(replica_cached, local_prompts, tokens, this_rank),
+            count,
+        ),
     }
 
 
-def _passes(model: Transformer, given: Tensor, tokens: int) -> CachedPasses:
-    places = max(1, min(MAX_CONCURRENT_TEXTS, len(given)))
-    plan = CachePlan.of(model, places, given.shape[1] + tokens)
+def _build_model(world: World, deck: Deck) -> Transformer:
+    deck = choose_functions(deck, world)
+    model = build_engine(deck, world, make_mesh(deck, world)).model
+    assert isinstance(model, Transformer) and can_cache(model)
+    return model
+
+
+def _cached_passes(model: Transformer, prompts: Tensor, tokens: int) -> CachedPasses:
+    concurrent_texts = max(1, min(MAX_CONCURRENT_TEXTS, len(prompts)))
+    plan = CachePlan.of(model, concurrent_texts, prompts.shape[1] + tokens)
     return CachedPasses(model, plan, min_invariant_rows(model))
 
 
-class _Alone(CachedPasses):
-    """Passes without the cache."""
+class _UncachedPasses(CachedPasses):
+    """Forward passes of one text without the cache."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__(model, CachePlan.of(model, 1, 1), 1)
         self.max_cached_length = 0
 
 
-def _continue(passes: ForwardPasses, given: Tensor, tokens: int, group: Group) -> None:
-    texts = [GeneratedText(prompt, tokens, number) for number, prompt in enumerate(given.tolist())]
-    draw = KeyedSampler(Sampling(temperature=0.0, seed=0), 2**31, "the model", group)
-    for _ in continue_texts(passes, texts, draw, lambda *_: False):
+def _continue(passes: ForwardPasses, prompts: Tensor, tokens: int, group: Group) -> None:
+    """Generate `tokens` tokens for each prompt [prompts, tokens]. Collective over the group."""
+    texts = [GeneratedText(prompt, tokens, number) for number, prompt in enumerate(prompts.tolist())]
+    sampler = KeyedSampler(Sampling(temperature=0.0, seed=0), 2**31, "the model", group)
+    for _ in continue_texts(passes, texts, sampler, lambda *_: False):
         pass
-    assert all(len(text.tokens) == given.shape[1] + tokens for text in texts)
+    assert all(len(text.tokens) == prompts.shape[1] + tokens for text in texts)
 
 
-def _theirs(world: World, deck: Deck, given: Tensor, tokens: int) -> Callable[[], None]:
-    """All prompts by transformers on rank 0, with the threads of all; the other ranks sleep. Collective."""
+def _transformers_method(world: World, deck: Deck, prompts: Tensor, tokens: int) -> Callable[[], None]:
+    """Return a function that continues all prompts by transformers. Collective, as is the function.
+
+    Rank 0 uses the threads of all ranks, while the other ranks sleep.
+    """
     model = None
     with world.agreement():
         if world.rank == 0:
-            model = _model(ModelShape.of(deck, deck.model.vocabulary or 0))
+            model = _transformers_model(ModelShape.of(deck, deck.model.vocabulary or 0))
 
     def generate() -> None:
         if model is not None:
             torch.set_num_threads(world.size * deck.run.threads)
-            found = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
+            texts = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
                 min_new_tokens=tokens,
                 max_new_tokens=tokens,
                 do_sample=False,
             )
             torch.set_num_threads(deck.run.threads)
-            assert found.shape[1] == given.shape[1] + tokens
+            assert texts.shape[1] == prompts.shape[1] + tokens
         work = world.everyone.start_all_reduce(torch.zeros(1))
         while not work.test():
-            time.sleep(_NAP)
+            time.sleep(_POLL_SECONDS)
         work.wait()
 
     return generate
 
 
-def _model(shape: ModelShape) -> Any:
-    """Of these sizes, with random weights; HpctrainError where there is no such library."""
+def _transformers_model(shape: ModelShape) -> Any:
+    """Return a model of transformers with random weights.
+
+    Raises:
+        HpctrainError: The library transformers is not installed.
+    """
     try:
         import transformers
     except ImportError as error:

@@ -1,12 +1,11 @@
-"""`hpctrain bench mixture`: what spreading experts over ranks costs, what routing does, and what is left.
+"""`hpctrain bench mixture`: costs of expert parallelism and of routing.
 
-Everything takes turns in one run: a step of the deck and one of the same model without its experts spread, a
-mixture's layer and a dense one of as many active FLOPs, and the exchanges of a layer without its experts.
+Each round measures a step of the deck and a step of the same model with all experts on every rank. It also
+measures a mixture layer, a dense layer with as many active features, and dispatch and combination alone.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from hpctrain.bench.measurement import slowest, with_vocabulary, write_json
+from hpctrain.bench.measurement import seconds_of, with_vocabulary, write_json
 from hpctrain.bench.training_speed import hpctrain_variant, layout_name
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.mesh import Mesh
@@ -42,11 +41,17 @@ from hpctrain.text import counted, table
 
 @dataclass(frozen=True)
 class MixtureFigures:
-    """By round: seconds of a step with experts spread, of one without (None on one rank), of one layer and
-    of the dense one, forward and backward on every rank by itself, and of a layer's exchanges in a step.
+    """Measured times, in seconds of the slowest rank by round, and ratios, as medians over the rounds.
 
-    `spread` is tokens/s with experts spread over those without, `layer` FLOP/s of a mixture's layer over
-    those of the dense one, `exchange` the share of dispatch and combination in a step: medians over rounds.
+    Attributes:
+        step_s: Step with the experts distributed as in the deck.
+        whole_s: Step with all experts on every rank; None on one rank.
+        mixture_s: Forward and backward pass of a mixture layer on one rank.
+        dense_s: The same for the dense layer.
+        exchange_s: Dispatch and combination of all layers and micro-batches of a step.
+        spread: Tokens/s of the deck relative to all experts on every rank; None on one rank.
+        layer: FLOP/s of the mixture layer relative to the dense layer.
+        exchange: Share of dispatch and combination in a step.
     """
 
     step_s: list[float]
@@ -62,14 +67,26 @@ class MixtureFigures:
 def bench_mixture(
     world: World, path: Path, overrides: Sequence[str], steps: int, rounds: int, output: Path | None
 ) -> int:
-    """Time a deck's mixtures on random tokens; the exit code. Collective."""
+    """Measure the mixture layers of a deck on random tokens, print a table, return the exit code. Collective.
+
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        steps: Steps of each variant in a round.
+        rounds: Number of rounds.
+        output: File for the results; None for no file.
+
+    Raises:
+        HpctrainError: The deck has no experts, or other axes than those of experts and data.
+    """
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, world.size, read_source_keys))
         if not deck.model.experts:
             raise HpctrainError(f"{deck.sources.name}: requires [model.experts]")
         if deck.layout.tensor * deck.layout.context * deck.layout.pipeline > 1:
-            asked = "must be 1, as layout.context and layout.pipeline: only expert axes are measured"
-            raise HpctrainError(deck.problem("layout.tensor", asked))
+            problem = "must be 1, as layout.context and layout.pipeline: only expert axes are measured"
+            raise HpctrainError(deck.problem("layout.tensor", problem))
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
     figures = _measure(world, deck, steps, rounds)
@@ -83,54 +100,58 @@ def bench_mixture(
 def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigures:
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
     mesh = make_mesh(deck, world)
-    spread = hpctrain_variant(layout_name(mesh), deck, world, mesh).step
-    whole = None
+    deck_step = hpctrain_variant(layout_name(mesh), deck, world, mesh).step
+    data_step = None
     if world.size > 1:
         plain = on_one_rank(deck)
-        copies = Mesh(world, {"data": world.size} | expert_split(plain))
-        whole = hpctrain_variant(layout_name(copies), plain, world, copies).step
+        data_mesh = Mesh(world, {"data": world.size} | expert_split(plain))
+        data_step = hpctrain_variant(layout_name(data_mesh), plain, world, data_mesh).step
     passes = deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))
-    routed = sum(shape.is_mixture(index) for index in range(shape.layers))
-    alone = _one_rank(world)
-    layers = _Layers(deck, shape, alone, world.device)
+    mixture_layers = sum(shape.is_mixture(index) for index in range(shape.layers))
+    layers = _MeasuredLayers(deck, shape, _one_rank_context(world), world.device)
     exchange = _exchange(deck, shape, mesh, world.device)
-    timed: list[Callable[[], object]] = [spread, layers.mixture, layers.dense, exchange]
-    timed += [whole] if whole is not None else []
-    seconds: list[list[float]] = [[] for _ in timed]
-    for turn in range(rounds + 1):
-        for index, once in enumerate(timed):
-            world.everyone.barrier()
-            began = time.perf_counter()
-            for _ in range(steps):
-                once()
-            taken = slowest(world, time.perf_counter() - began) / steps
-            if turn:
-                seconds[index].append(taken)
-    step, mixture, dense, exchanges, *others = seconds
-    exchanges = [passes * routed * each for each in exchanges]
+    operations: list[Callable[[], object]] = [deck_step, layers.mixture, layers.dense, exchange]
+    operations += [data_step] if data_step is not None else []
+    seconds: list[list[float]] = [[] for _ in operations]
+    for number in range(rounds + 1):
+        for operation, durations in zip(operations, seconds, strict=True):
+
+            def repeated(operation: Callable[[], object] = operation) -> None:
+                for _ in range(steps):
+                    operation()
+
+            duration = seconds_of(world, repeated) / steps
+            if number:  # the first round fills caches
+                durations.append(duration)
+    step, mixture, dense, exchanges, *data_steps = seconds
+    exchanges = [passes * mixture_layers * each for each in exchanges]
     return MixtureFigures(
         step,
-        others[0] if others else None,
+        data_steps[0] if data_steps else None,
         mixture,
         dense,
         exchanges,
-        _ratio(others[0], step) if others else None,
-        _ratio(dense, mixture) * layers.flops_ratio,
-        _ratio(exchanges, step),
+        _median_ratio(data_steps[0], step) if data_steps else None,
+        _median_ratio(dense, mixture) * layers.flops_ratio,
+        _median_ratio(exchanges, step),
     )
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    return median(first / second for first, second in zip(above, below, strict=True))
+def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def _one_rank(world: World) -> LayerContext:
+def _one_rank_context(world: World) -> LayerContext:
     mesh = Mesh(world.single_rank_world(), {})
     return LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
 
 
-class _Layers:
-    """One mixture and one dense layer of as many active features, with weights and gradients of their own."""
+class _MeasuredLayers:
+    """Mixture layer and dense layer with as many active features.
+
+    Attributes:
+        flops_ratio: FLOPs of the mixture layer relative to the dense layer.
+    """
 
     def __init__(
         self, deck: Deck, shape: ModelShape, layer_context: LayerContext, device: torch.device
@@ -144,26 +165,27 @@ class _Layers:
         for layer in (self._mixture, self._dense):
             _fill(layer, formats.storage, formats.gradient, device)
         elements = [_elements(layer) for layer in (self._mixture, self._dense)]
-        elements[0] += table.count * shape.hidden  # the router's
+        elements[0] += table.count * shape.hidden  # of the router
         self.flops_ratio = elements[0] / elements[1]
         self._x = torch.randn(shape.sequence, micro, shape.hidden, dtype=formats.storage, device=device)
         tokens = torch.zeros(shape.sequence, micro, dtype=torch.int64, device=device)
         self._inputs = ModelInputs.of_tokens(tokens, torch.arange(shape.sequence, device=device))
 
     def mixture(self) -> None:
-        """Forward and backward."""
-        self._both(lambda x: self._mixture(x, self._inputs, ParameterResidency()))
+        """Run the mixture layer forward and backward."""
+        self._passes(lambda x: self._mixture(x, self._inputs, ParameterResidency()))
 
     def dense(self) -> None:
-        """Forward and backward."""
-        self._both(self._dense)
+        """Run the dense layer forward and backward."""
+        self._passes(self._dense)
 
-    def _both(self, layer: Callable[[Tensor], Tensor]) -> None:
+    def _passes(self, layer: Callable[[Tensor], Tensor]) -> None:
         x = self._x.detach().requires_grad_()
         layer(x).backward(self._x)
 
 
 def _elements(layer: nn.Module) -> int:
+    """Return the number of weights that a token multiplies, without those of a router."""
     return sum(
         matrix.elements
         for each in layer.modules()
@@ -173,14 +195,14 @@ def _elements(layer: nn.Module) -> int:
 
 
 def _fill(layer: nn.Module, storage: torch.dtype, gradient: torch.dtype, device: torch.device) -> None:
-    """Give parameters memory: those of a layer's module behind each other, as in a Bucket."""
+    """Allocate the parameters and gradients of each module in contiguous buffers, as in a Bucket."""
     for module in layer.modules():
-        own = [p for p in module.parameters(recurse=False) if isinstance(p, Parameter)]
-        total = sum(p.shard.elements for p in own)
+        parameters = [p for p in module.parameters(recurse=False) if isinstance(p, Parameter)]
+        total = sum(p.shard.elements for p in parameters)
         values = torch.randn(total, device=device).mul_(0.02).to(storage)
         sums = torch.zeros(total, dtype=gradient, device=device)
         start = 0
-        for parameter in own:
+        for parameter in parameters:
             end = start + parameter.shard.elements
             parameter.data = values[start:end].view(parameter.shard.local)
             parameter.gradient = sums[start:end].view(parameter.shard.local)
@@ -188,19 +210,19 @@ def _fill(layer: nn.Module, storage: torch.dtype, gradient: torch.dtype, device:
 
 
 def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -> Callable[[], None]:
-    """One micro-batch's dispatch and combination in one layer, and of backward, without experts."""
+    """Return a function that dispatches and combines a micro-batch in one layer, forward and backward."""
     dtype, rows = Precision.of(deck).storage, shape.sequence * deck.batch.micro_size
     x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
     table = shape.experts
     assert table is not None
-    chosen = torch.rand(rows, table.count, device=device).topk(table.per_token).indices
+    experts = torch.rand(rows, table.count, device=device).topk(table.per_token).indices
     values = torch.rand(rows, table.per_token, device=device)
     unit = row_unit(dtype, device)
     groups = mesh.group("expert"), mesh.group("expert_tensor")
 
     def once() -> None:
         leaf, weights = x.detach().requires_grad_(), values.detach().requires_grad_()
-        dispatch = Dispatch(chosen, None, table.count, *groups, unit)
+        dispatch = Dispatch(experts, None, table.count, *groups, unit)
         arrived = dispatch.receive(dispatch.send(leaf))
         dispatch.combine(dispatch.send_back(arrived), weights).backward(x)
 
@@ -212,14 +234,14 @@ def _show(deck: Deck, world: World, figures: MixtureFigures) -> None:
     ranks = counted(world.size, "rank")
     print(f"{deck.run.title}: {deck.precision.format_name}, {ranks}, {tokens} tokens per step")
     rows = [["time in ms", "median", "lowest", "highest"]]
-    timed = {
+    rows_by_name = {
         "step, experts distributed as in the deck": figures.step_s,
         "step, all experts on every rank": figures.whole_s,
         "mixture layer on one rank": figures.mixture_s,
         "dense layer with as many active features": figures.dense_s,
         "dispatch and combination in a step": figures.exchange_s,
     }
-    for name, seconds in timed.items():
+    for name, seconds in rows_by_name.items():
         if seconds is not None:
             rows.append([name, *(f"{1e3 * of(seconds):.1f}" for of in (median, min, max))])
     print("\n".join(table(rows)))

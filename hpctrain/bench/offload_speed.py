@@ -1,4 +1,4 @@
-"""`hpctrain bench offload`: the update of optimizer state in files beside what disk and processor allow."""
+"""`hpctrain bench offload`: update of optimizer state in files, compared with disk and processor alone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ from hpctrain.plan.engine import build_within_memory
 from hpctrain.units import format_bytes, format_seconds
 
 CHUNK_BYTES = 16 << 20
+"""Size of a transfer when the disk is measured alone."""
 
 
 @dataclass(frozen=True)
 class OffloadFigures:
-    """Medians over the rounds, of the slowest rank. `bytes_moved`: read and written by a rank in an update.
+    """Results: medians over the rounds, of the slowest rank.
 
-    `disk_seconds`: to read and write as many bytes, by themselves. `compute_seconds`: the same update with
-    its state in memory. `share`: their sum, in which nothing overlaps, over `update_seconds`.
+    Attributes:
+        bytes_moved: Bytes that a rank reads and writes in an update.
+        disk_seconds: Seconds to read and write as many bytes alone.
+        compute_seconds: Seconds of the update with the state in memory.
+        update_seconds: Seconds of the update with the state in files.
+        share: Sum of `disk_seconds` and `compute_seconds` relative to `update_seconds`; above 1 if they
+            overlap.
     """
 
     bytes_moved: int
@@ -39,7 +45,7 @@ class OffloadFigures:
     share: float
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the results as lines of text."""
         rate = format_bytes(self.bytes_moved / self.disk_seconds)
         return [
             f"optimizer state moved per rank  {format_bytes(self.bytes_moved)}",
@@ -54,39 +60,47 @@ class OffloadFigures:
 def bench_offload(
     world: World, path: Path, overrides: Sequence[str], rounds: int, output: Path | None
 ) -> None:
-    """Time updates of a deck's optimizer with its state in files, and what bounds them, in turns.
+    """Measure updates of a deck's optimizer with its state in files and in memory. Collective.
 
-    The files lie where a run's would, or in the nearest folder that is there, so that nothing stays behind.
+    The files are in the folder of a run, or in the nearest existing folder above it. They are removed in the
+    end.
+
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        rounds: Number of rounds.
+        output: File for the results; None for no file.
     """
     with world.agreement():
         deck = read_deck(path, overrides, read_source=read_source_keys)
     folder = offload_folder(deck).absolute()
-    there = next(above for above in (*folder.parents, folder) if above.exists())
-    deck = deck.with_keys(memory={"offload_dir": str(there / folder.name)})
+    existing = next(parent for parent in (*folder.parents, folder) if parent.exists())
+    deck = deck.with_keys(memory={"offload_dir": str(existing / folder.name)})
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
-    files, memory = (_engine(deck, world, device) for device in ("disk", "device"))
-    (state_files,) = files.scratch
+    file_engine, memory_engine = (_build_engine(deck, world, device) for device in ("disk", "device"))
+    (state_files,) = file_engine.scratch
     size = sum(file.stat().st_size for file in state_files.folder.glob("optimizer-*"))
     scratch = open_scratch(deck, world, size)
     with world.agreement():
         file = scratch.file("measured", size)
     buffers = [torch.zeros(min(CHUNK_BYTES, size), dtype=torch.uint8) for _ in range(THREADS)]
-    turns: list[tuple[Callable[[], None], list[float]]] = [
-        (lambda: _move(file, buffers), []),
-        (lambda: memory.stage.optimizer.step(1e-6, 1.0), []),
-        (lambda: files.stage.optimizer.step(1e-6, 1.0), []),
+    operations: list[tuple[Callable[[], None], list[float]]] = [
+        (lambda: _read_and_write(file, buffers), []),
+        (lambda: memory_engine.stage.optimizer.step(1e-6, 1.0), []),
+        (lambda: file_engine.stage.optimizer.step(1e-6, 1.0), []),
     ]
     for number in range(rounds + 1):
-        for run, seconds in turns:
-            spent = seconds_of(world, run)
+        for run, seconds in operations:
+            duration = seconds_of(world, run)
             if number:  # the first round fills caches
-                seconds.append(spent)
-    disk, compute, update = (median(seconds) for _, seconds in turns)
-    shares = [(a + b) / c for a, b, c in zip(*(seconds for _, seconds in turns), strict=True)]
+                seconds.append(duration)
+    disk, compute, update = (median(seconds) for _, seconds in operations)
+    shares = [(a + b) / c for a, b, c in zip(*(seconds for _, seconds in operations), strict=True)]
     figures = OffloadFigures(2 * size, disk, compute, update, median(shares))
     scratch.close()
-    files.close()
+    file_engine.close()
     with world.agreement():
         if world.rank == 0:
             print("\n".join(figures.lines()), flush=True)
@@ -94,8 +108,8 @@ def bench_offload(
                 write_json(output, asdict(figures))
 
 
-def _engine(deck: Deck, world: World, device: str) -> Engine:
-    """An engine whose gradients are random and whose optimizer state lives on `device`."""
+def _build_engine(deck: Deck, world: World, device: str) -> Engine:
+    """Return an engine with random gradients, whose optimizer state is on a device of `memory.optimizer`."""
     deck = with_vocabulary(deck).with_keys(memory={"optimizer": device, "parameters": "device"})
     engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
     for bucket in engine.stage.buckets:
@@ -103,8 +117,8 @@ def _engine(deck: Deck, world: World, device: str) -> Engine:
     return engine
 
 
-def _move(file: ScratchFile, buffers: Sequence[torch.Tensor]) -> None:
-    """Read the whole file, then write it, as many chunks at a time as there are buffers."""
+def _read_and_write(file: ScratchFile, buffers: Sequence[torch.Tensor]) -> None:
+    """Read a file completely, then write it, with as many transfers at a time as there are buffers."""
     chunk = buffers[0].numel()
     for start in (file.start_read, file.start_write):
         transfers: list[Transfer] = []

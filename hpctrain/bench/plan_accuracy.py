@@ -1,7 +1,7 @@
-"""`hpctrain bench plan`: the seconds of steps as planned on this machine, beside those that they take.
+"""`hpctrain bench plan`: predicted step times of decks on this machine, compared with measured ones.
 
-Decks of one model are built together and take turns; what one is off says how good the plan is, the regret
-how much slower the deck is that it would choose than the best.
+Decks of one model are measured by turns. The deviation of a deck shows the accuracy of the prediction. The
+regret shows by how much the deck with the shortest predicted time is slower than the fastest deck.
 """
 
 from __future__ import annotations
@@ -49,12 +49,22 @@ DECKS: Mapping[str, tuple[str, ...]] = {
     "124m-fp32-zero-3": ("layout.zero=3",),
     "124m-bf16-tensor": (_BF16, "layout.tensor=2"),
 }
-"""The decks, by model, format and what of their layout is not data ranks alone."""
+"""Overrides of each deck by its name, which consists of model, format and layout."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Seconds of a deck's step: planned, by cause, and measured, with the quickest and the slowest."""
+    """Predicted and measured step time of a deck in seconds.
+
+    Attributes:
+        name: Name of the deck.
+        planned: Predicted time.
+        causes: Predicted time by cause.
+        measured: Median of the measured times.
+        lowest: Shortest measured time.
+        highest: Longest measured time.
+        phases: Measured time by phase.
+    """
 
     name: str
     planned: float
@@ -65,18 +75,18 @@ class PlannedStep:
     phases: Mapping[str, float]
 
     @property
-    def off(self) -> float:
-        """How far the plan is off, as a share of what was measured."""
+    def deviation(self) -> float:
+        """Relative deviation of the predicted from the measured time."""
         return self.planned / self.measured - 1
 
     @property
     def group(self) -> str:
-        """What decks have in common that train the same model on the same batch in the same format."""
+        """Model and format, which decks must have in common to be compared."""
         return "-".join(self.name.split("-")[:2])
 
 
 def deck_named(name: str) -> Deck:
-    """One of DECKS."""
+    """Return a deck of DECKS."""
     small = name.startswith("17m")
     sizes = (SMALL, 4, 256) if small else (LARGER, 1, 512)
     return of_sizes(*sizes, f"batch.global_size={8 if small else 2}", *DECKS[name])
@@ -85,7 +95,19 @@ def deck_named(name: str) -> Deck:
 def bench_plan(
     world: World, machine: str | None, only: Sequence[str], steps: int, rounds: int, output: Path | None
 ) -> int:
-    """Calibrate, unless a file is given, plan and measure; the exit code. Collective."""
+    """Predict and measure the steps of decks, print a table, and return the exit code. Collective.
+
+    Args:
+        world: All ranks, which must be RANKS.
+        machine: Name or file of the rates of this machine; None to measure them first.
+        only: Names of the decks, of DECKS; empty for all.
+        steps: Steps of each deck in a round.
+        rounds: Number of rounds.
+        output: File for the results; None for no file.
+
+    Raises:
+        HpctrainError: A name is unknown, or the number of ranks is wrong.
+    """
     with world.agreement():
         unknown = [name for name in only if name not in DECKS]
         if unknown:
@@ -94,13 +116,13 @@ def bench_plan(
             raise HpctrainError(
                 f"bench plan: requires {RANKS} ranks (mpirun -n {RANKS} hpctrain bench plan ...)"
             )
-        given = None if machine is None else read_machine(machine)
+        stored_rates = None if machine is None else read_machine(machine)
     torch.set_num_threads(1)
-    rates = given or _calibrated(world)
+    rates = stored_rates or _measure_rates(world)
     names = [name for name in DECKS if name in only or not only]
     rows: list[PlannedStep] = []
-    for _, some in groupby(names, lambda name: name.split("-")[0]):
-        rows += _steps(world, list(some), rates, steps, rounds)
+    for _, names_of_model in groupby(names, lambda name: name.split("-")[0]):
+        rows += _measure_steps(world, list(names_of_model), rates, steps, rounds)
         gc.collect()
     if world.rank == 0:
         stdout_console().print("\n".join(figure_lines(rows, rates)), markup=False)
@@ -109,29 +131,32 @@ def bench_plan(
     return 0
 
 
-def _calibrated(world: World) -> MachineRates:
-    wish = CalibrateOptions()
+def _measure_rates(world: World) -> MachineRates:
+    """Measure the rates of this machine as `hpctrain calibrate` does. Collective."""
+    options = CalibrateOptions()
 
     def report(text: str) -> None:
         if world.rank == 0:
             stderr_console().print(text, markup=False)
 
-    decks, most = measured_decks(()), wish.most_bytes()
-    return measure_machine(world, "here", decks, wish.format_names(), most, wish.seconds, report)
+    decks, max_bytes = measured_decks(()), options.most_bytes()
+    return measure_machine(world, "here", decks, options.format_names(), max_bytes, options.seconds, report)
 
 
-def _steps(world: World, names: list[str], rates: MachineRates, steps: int, rounds: int) -> list[PlannedStep]:
-    """Of decks that are there together. Collective."""
+def _measure_steps(
+    world: World, names: list[str], rates: MachineRates, steps: int, rounds: int
+) -> list[PlannedStep]:
+    """Predict and measure the steps of decks, whose engines are built together. Collective."""
     decks = {name: deck_named(name) for name in names}
     variants = [
         replace(hpctrain_variant(name, deck, world, make_mesh(deck, world)), probe=None)
         for name, deck in decks.items()
     ]
-    measured = time_variants(world, variants, steps, rounds)
-    return [_planned(row, decks[row.variant.name], rates) for row in measured]
+    times = time_variants(world, variants, steps, rounds)
+    return [_planned_step(row, decks[row.variant.name], rates) for row in times]
 
 
-def _planned(row: VariantTimes, deck: Deck, rates: MachineRates) -> PlannedStep:
+def _planned_step(row: VariantTimes, deck: Deck, rates: MachineRates) -> PlannedStep:
     step = plan_step(rates.of_deck(deck), RANKS, deck.model.vocabulary or 0, rates)
     seconds = row.seconds
     return PlannedStep(
@@ -146,7 +171,7 @@ def _planned(row: VariantTimes, deck: Deck, rates: MachineRates) -> PlannedStep:
 
 
 def regrets(rows: Sequence[PlannedStep]) -> dict[str, float]:
-    """By group how much slower the deck is that the plan takes for the best than the best, as a share."""
+    """Return by which share the deck with the shortest predicted time exceeds the fastest one, by group."""
     groups: dict[str, list[PlannedStep]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
@@ -158,29 +183,33 @@ def regrets(rows: Sequence[PlannedStep]) -> dict[str, float]:
 
 
 def figures(rows: Sequence[PlannedStep], rates: MachineRates) -> dict[str, object]:
-    """For programs."""
-    off = [abs(row.off) for row in rows]
+    """Return the results for a JSON file."""
+    deviations = [abs(row.deviation) for row in rows]
     return {
         "processor": processor_name(),
         "machine": rates.model_dump(exclude_defaults=True),
-        "rows": [asdict(row) | {"off": row.off} for row in rows],
-        "mean_off": fmean(off),
-        "largest_off": max(off),
+        "rows": [asdict(row) | {"off": row.deviation} for row in rows],
+        "mean_off": fmean(deviations),
+        "largest_off": max(deviations),
         "regret": regrets(rows),
     }
 
 
 def figure_lines(rows: Sequence[PlannedStep], rates: MachineRates) -> list[str]:
-    """For people."""
+    """Return the results as a table with headings."""
     lines = [["deck", "predicted", "measured", "lowest", "highest", "deviation"]]
     for row in rows:
         seconds = (row.planned, row.measured, row.lowest, row.highest)
-        lines.append([row.name, *map(format_seconds, seconds), f"{100 * row.off:+.1f}%"])
-    off = [abs(row.off) for row in rows]
-    of_groups = ", ".join(f"{name} {100 * regret:.1f}%" for name, regret in regrets(rows).items())
+        lines.append([row.name, *map(format_seconds, seconds), f"{100 * row.deviation:+.1f}%"])
+    deviations = [abs(row.deviation) for row in rows]
+    group_regrets = ", ".join(f"{name} {100 * regret:.1f}%" for name, regret in regrets(rows).items())
     return [
         f"Step time on {RANKS} ranks of {processor_name()}, predicted from the rates of {rates.name}",
         *table(lines),
-        f"Mean absolute deviation {100 * fmean(off):.1f}%, largest {100 * max(off):.1f}%",
-        *([f"Extra time of the deck that is predicted to be the fastest: {of_groups}"] if of_groups else []),
+        f"Mean absolute deviation {100 * fmean(deviations):.1f}%, largest {100 * max(deviations):.1f}%",
+        *(
+            [f"Extra time of the deck that is predicted to be the fastest: {group_regrets}"]
+            if group_regrets
+            else []
+        ),
     ]

@@ -39,15 +39,15 @@ def test_every_primitive_is_timed(
 
 
 def test_limits() -> None:
-    assert CollectiveRow("x", 1024, 20e-6, 6e-6, None).good
-    assert not CollectiveRow("x", 1024, 22e-6, 6e-6, None).good
-    assert CollectiveRow("x", 65536, 108e-6, 100e-6, None).good
-    assert not CollectiveRow("x", 65536, 112e-6, 100e-6, None).good
+    assert CollectiveRow("x", 1024, 20e-6, 6e-6, None).within_limits
+    assert not CollectiveRow("x", 1024, 22e-6, 6e-6, None).within_limits
+    assert CollectiveRow("x", 65536, 108e-6, 100e-6, None).within_limits
+    assert not CollectiveRow("x", 65536, 112e-6, 100e-6, None).within_limits
 
 
 def test_limits_of_what_goes_through_memory() -> None:
     def good(operation: str, size: int, ours: float, plain: float, gloo: float | None = None) -> bool:
-        return CollectiveRow(operation, size, ours, plain, gloo, shared=True).good
+        return CollectiveRow(operation, size, ours, plain, gloo, shared=True).within_limits
 
     huge = 64 * 2**20
     assert good("all_reduce", huge, 4.0, 10.0) and not good("all_reduce", huge, 4.1, 10.0)

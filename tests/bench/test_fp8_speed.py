@@ -52,7 +52,7 @@ def test_a_shape_is_three_sizes() -> None:
 def test_what_no_node_could_hold_is_refused_before_anything_is_timed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_speed, "measured", lambda *_: pytest.fail("was timed"))
+    monkeypatch.setattr(fp8_speed, "measure_shape", lambda *_: pytest.fail("was timed"))
     sentence = "--shape 1000000000x100000x1: does not fit into memory: .*; use a smaller shape"
     with pytest.raises(HpctrainError, match=sentence):
         bench_fp8(world, ["32x48x64", "1000000000x100000x1"], 1, None)
@@ -62,4 +62,4 @@ def test_what_a_shape_holds_at_least_is_what_its_tensors_have() -> None:
     """Of a recipe 2 (a + b + c) + 4 c bytes, and twice a + b + c quantized; bf16 has the former alone."""
     a, b, c = 32 * 64, 32 * 48, 48 * 64
     of_bf16, quantized = 2 * (a + b + c) + 4 * c, 2 * (a + b + c)
-    assert MatmulShape(32, 48, 64).least_bytes == of_bf16 + len(RECIPES) * (of_bf16 + quantized)
+    assert MatmulShape(32, 48, 64).needed_bytes == of_bf16 + len(RECIPES) * (of_bf16 + quantized)

@@ -1,7 +1,7 @@
-"""The same primitives as others do them, for benchmarks: plain mpi4py on numpy arrays, and torch's gloo.
+"""Collective operations by hpctrain, by mpi4py on numpy arrays, and by gloo of torch, on the same memory.
 
-Each function takes the operation's tensors and returns a call without arguments that does it once on
-exactly this memory, or None where the peer has no such operation.
+`group_call`, `plain_call` and `gloo_call` return a function that performs an operation once.
+Their `full` is the complete tensor, and `part` is the equal share of one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.host.mpi_library import MPI, communicator_of
 
-Once = Callable[[], object]
+CollectiveCall = Callable[[], object]
+"""Function that performs a collective operation once."""
 
 OPERATIONS = (
     "all_reduce",
@@ -33,32 +34,32 @@ OPERATIONS = (
 )
 
 
-def group_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once:
-    """The operation by a Group. `whole` is the full tensor, `part` one rank's equal share of it."""
+def group_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall:
+    """Return an operation by a Group of hpctrain."""
     root = group.rank == 0
-    other = torch.zeros_like(whole) if operation == "all_to_all" else whole
-    calls: dict[str, Once] = {
-        "all_reduce": lambda: group.all_reduce(whole),
-        "reduce_scatter": lambda: group.reduce_scatter(whole, part),
-        "all_gather": lambda: group.all_gather(part, whole),
-        "broadcast": lambda: group.broadcast(whole),
-        "reduce": lambda: group.reduce(whole),
-        "gather": lambda: group.gather(part, 0, whole if root else None),
-        "scatter": lambda: group.scatter(whole if root else None, part),
-        "all_to_all": lambda: group.all_to_all(whole, other),
-        "send_recv": lambda: _there_and_back(
-            group.rank, lambda peer: group.send(whole, peer), lambda peer: group.recv(whole, peer)
+    other = torch.zeros_like(full) if operation == "all_to_all" else full
+    calls: dict[str, CollectiveCall] = {
+        "all_reduce": lambda: group.all_reduce(full),
+        "reduce_scatter": lambda: group.reduce_scatter(full, part),
+        "all_gather": lambda: group.all_gather(part, full),
+        "broadcast": lambda: group.broadcast(full),
+        "reduce": lambda: group.reduce(full),
+        "gather": lambda: group.gather(part, 0, full if root else None),
+        "scatter": lambda: group.scatter(full if root else None, part),
+        "all_to_all": lambda: group.all_to_all(full, other),
+        "send_recv": lambda: _ping_pong(
+            group.rank, lambda peer: group.send(full, peer), lambda peer: group.recv(full, peer)
         ),
     }
     return calls[operation]
 
 
-def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once:
-    """The operation by plain mpi4py on the arrays of the same memory."""
+def plain_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall:
+    """Return an operation by mpi4py on numpy arrays of the same memory."""
     communicator, root = communicator_of(group.objects), group.rank == 0
-    array, piece = whole.numpy(), part.numpy()
-    other = torch.zeros_like(whole).numpy() if operation == "all_to_all" else array
-    calls: dict[str, Once] = {
+    array, piece = full.numpy(), part.numpy()
+    other = torch.zeros_like(full).numpy() if operation == "all_to_all" else array
+    calls: dict[str, CollectiveCall] = {
         "all_reduce": lambda: communicator.Allreduce(MPI.IN_PLACE, array),
         "reduce_scatter": lambda: communicator.Reduce_scatter_block(array, piece),
         "all_gather": lambda: communicator.Allgather(piece, array),
@@ -67,7 +68,7 @@ def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Onc
         "gather": lambda: communicator.Gather(piece, array if root else None),
         "scatter": lambda: communicator.Scatter(array if root else None, piece),
         "all_to_all": lambda: communicator.Alltoall(array, other),
-        "send_recv": lambda: _there_and_back(
+        "send_recv": lambda: _ping_pong(
             group.rank,
             lambda peer: communicator.Send(array, peer),
             lambda peer: communicator.Recv(array, peer),
@@ -77,7 +78,7 @@ def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Onc
 
 
 def start_gloo(world: World) -> None:
-    """Make torch's default process group; its store's address travels over MPI. Collective."""
+    """Create the default process group of torch, whose store has its address sent by MPI. Collective."""
     port = 0
     if world.rank == 0:
         store = TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False)
@@ -90,32 +91,32 @@ def start_gloo(world: World) -> None:
 
 
 def stop_gloo() -> None:
-    """Take the process group down."""
+    """Destroy the default process group of torch."""
     torch.distributed.destroy_process_group()
 
 
-def gloo_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once | None:
-    """The operation by gloo, once `start_gloo` was called."""
+def gloo_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall | None:
+    """Return an operation by gloo after `start_gloo`; None if gloo does not have it."""
     gloo, root = torch.distributed, group.rank == 0
-    pieces = list(whole.chunk(group.size))
-    other = torch.zeros_like(whole) if operation == "all_to_all" else whole
-    calls: dict[str, Once] = {
-        "all_reduce": lambda: gloo.all_reduce(whole),
-        "all_gather": lambda: gloo.all_gather_into_tensor(whole, part),
-        "broadcast": lambda: gloo.broadcast(whole, 0),
-        "reduce": lambda: gloo.reduce(whole, 0),
+    pieces = list(full.chunk(group.size))
+    other = torch.zeros_like(full) if operation == "all_to_all" else full
+    calls: dict[str, CollectiveCall] = {
+        "all_reduce": lambda: gloo.all_reduce(full),
+        "all_gather": lambda: gloo.all_gather_into_tensor(full, part),
+        "broadcast": lambda: gloo.broadcast(full, 0),
+        "reduce": lambda: gloo.reduce(full, 0),
         "gather": lambda: gloo.gather(part, pieces if root else None),
         "scatter": lambda: gloo.scatter(part, pieces if root else None),
-        "all_to_all": lambda: gloo.all_to_all_single(other, whole),
-        "send_recv": lambda: _there_and_back(
-            group.rank, lambda peer: gloo.send(whole, peer), lambda peer: gloo.recv(whole, peer)
+        "all_to_all": lambda: gloo.all_to_all_single(other, full),
+        "send_recv": lambda: _ping_pong(
+            group.rank, lambda peer: gloo.send(full, peer), lambda peer: gloo.recv(full, peer)
         ),
     }
     return calls.get(operation)
 
 
-def _there_and_back(rank: int, send: Callable[[int], object], receive: Callable[[int], object]) -> None:
-    """Ranks 0 and 1 send to each other in turn; the others do nothing."""
+def _ping_pong(rank: int, send: Callable[[int], object], receive: Callable[[int], object]) -> None:
+    """Send a message from rank 0 to rank 1 and back; other ranks do nothing."""
     if rank == 0:
         send(1)
         receive(1)

@@ -1,4 +1,4 @@
-"""transformers' Mixtral of a deck's sizes, as a peer: its experts in a loop, or as grouped products."""
+"""Peer that trains Mixtral of transformers in the sizes of a deck."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.bench.peers.torch_model import loss_of
+from hpctrain.bench.peers.torch_model import mean_loss
 from hpctrain.bench.peers.torch_training import PeerRank, PeerStep, TorchTraining
 from hpctrain.deck.families import CHOICES, FAMILIES
 from hpctrain.deck.schema import Deck
@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 
 MIXTRAL_PEERS = {"transformers-eager": "eager", "transformers-grouped": "grouped_mm"}
-"""How each computes its experts, as transformers calls it."""
+"""Implementation of the experts in transformers, by the name of the peer."""
 
 EXPERT_KEYS: dict[str, object] = {
     "router": "softmax",
@@ -26,32 +26,40 @@ EXPERT_KEYS: dict[str, object] = {
     "dense_first": 0,
     "capacity": None,
 }
-"""Keys of [model.experts] with the values that Mixtral has."""
+"""Keys of [model.experts] that must have these values, as in Mixtral."""
 
-DIFFERENT: dict[str, object] = {
+SHAPE_KEYS: dict[str, object] = {
     "dropout": 0.0,
     "rope_scaling": None,
     "attention_scale": None,
     "embedding_multiplier": 1.0,
     **{name: getattr(FAMILIES["llama"].defaults, name) for name in CHOICES if name != "activation"},
 }
-"""What Mixtral has, where a shape may have something else."""
+"""Keys of [model] that must have these values, as in Mixtral."""
 
 
 def mixtral(shape: ModelShape, experts: str) -> Any:
-    """MixtralForCausalLM of these sizes in fp32; HpctrainError where it has no such model."""
+    """Return MixtralForCausalLM in fp32.
+
+    Args:
+        shape: Sizes of the model.
+        experts: Implementation of the experts, of MIXTRAL_PEERS.
+
+    Raises:
+        HpctrainError: Mixtral has no model of this shape.
+    """
     import transformers
 
     table = shape.experts
     if table is None:
         raise HpctrainError("--against transformers: requires a mixture of experts (model.experts)")
-    for owner, values, place in ((table, EXPERT_KEYS, "model.experts"), (shape, DIFFERENT, "model")):
+    for owner, values, place in ((table, EXPERT_KEYS, "model.experts"), (shape, SHAPE_KEYS, "model")):
         for key, value in values.items():
             if getattr(owner, key) != value:
-                told = f"{getattr(owner, key)!r}: must be {value!r}, as in Mixtral"
-                raise HpctrainError(f"--against transformers: {place}.{key} = {told}")
+                text = f"{getattr(owner, key)!r}: must be {value!r}, as in Mixtral"
+                raise HpctrainError(f"--against transformers: {place}.{key} = {text}")
     base = {"rope_theta": shape.rope_base}
-    rotary: dict[str, Any] = {**base, "rope_parameters": {**base, "rope_type": "default"}}  # of two versions
+    rotary: dict[str, Any] = {**base, "rope_parameters": {**base, "rope_type": "default"}}  # for two versions
     config = transformers.MixtralConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -67,7 +75,8 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
         num_experts_per_tok=table.per_token,
         tie_word_embeddings=shape.tied,
         output_router_logits=bool(table.balance_loss),
-        # Its shares of the experts add up to the experts of a token, ours to one; it averages layers, we add.
+        # In Mixtral the load fractions add up to the experts per token, and losses of layers are averaged. In
+        # hpctrain the fractions add up to 1, and losses of layers are added.
         router_aux_loss_coef=table.balance_loss * shape.layers / table.per_token,
         use_cache=False,
         pad_token_id=None,
@@ -78,10 +87,10 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
 
 
 def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
-    """One optimizer step of the deck's global batch by transformers' Mixtral and torch's AdamW, on one rank.
+    """Return a function that trains one step with AdamW of torch, on one rank.
 
-    Its weights begin as transformers has them. Clipping, and weights in fp32 where products are in another
-    format, are left out, to its advantage.
+    The initial weights are those of transformers. Gradients are not clipped, and there are no fp32 master
+    weights for 16-bit formats, which saves time.
     """
     training = TorchTraining(deck)
     torch.manual_seed(deck.run.seed)
@@ -92,10 +101,10 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
         total = torch.zeros(())
         for micro in training.micro_batches():
             output = model(micro.tokens)
-            loss = loss_of(output.logits, micro.targets) / training.count
+            loss = mean_loss(output.logits, micro.targets) / training.count
             total += loss.detach()
             if model.config.output_router_logits:
-                # Without labels transformers computes the balance loss, but adds it to nothing.
+                # Without labels transformers computes the balance loss, but does not add it to the loss.
                 loss = loss + model.router_aux_loss_coef * output.aux_loss / training.count
             loss.backward()
         training.steps += 1

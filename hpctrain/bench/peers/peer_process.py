@@ -1,7 +1,7 @@
-"""A peer in a process of its own beside each rank: its memory, its libraries and its environment are its own.
+"""Process beside each rank in which a peer trains, with its own memory, libraries and environment.
 
-What we set in our processes does not help or hinder it, nor does what it needs take memory of ours. The rank
-tells its peer in lines of JSON when to begin a step, and sleeps until it has heard of the end.
+Settings of hpctrain's processes thus do not affect the peer, and its memory is measured separately. The rank
+sends requests as lines of JSON, such as to take a step, and sleeps until the peer has answered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -29,32 +29,45 @@ if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "MPI_LOCAL", "HYDRA_", "MPIEXEC_", "SLURM_", "PALS_")
-"""How variables begin by which launchers tell ranks who they are, and what these start who started it."""
+"""Prefixes of the environment variables that launchers of MPI set for the processes that they start."""
 
-_SECONDS = 60.0
-_PARENT_DIED = 1  # PR_SET_PDEATHSIG
+_TIMEOUT_S = 60.0
+_PR_SET_PDEATHSIG = 1
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of what is no rank; what the user allows Open MPI stays."""
-    allowed = "OMPI_ALLOW_"
-    return {k: v for k, v in environment.items() if not k.startswith(LAUNCHERS) or k.startswith(allowed)}
+    """Return an environment without launcher variables, for a program that is not a rank of this job.
+
+    Permissions that the user gave to Open MPI remain.
+    """
+    permission = "OMPI_ALLOW_"
+    return {k: v for k, v in environment.items() if not k.startswith(LAUNCHERS) or k.startswith(permission)}
 
 
 class PeerEndedError(HpctrainError):
-    """A peer that ended by itself; what it said of the reason is on stderr."""
+    """Unexpected end of the process of a peer, which wrote its reason to stderr."""
 
     exit_code = EXIT_INTERNAL
 
 
 class PeerProcess:
-    """The peer of this rank. Collective, as is `step`; HpctrainError on all ranks where one cannot begin.
-    PeerEndedError where its process ends before it is closed.
+    """Peer of this rank, in a process of its own.
 
-    `split` are the blocks of each part of our pipeline, empty where there is none.
+    Its methods raise PeerEndedError if the process has ended.
     """
 
     def __init__(self, name: str, deck: Deck, world: World, split: Sequence[int]) -> None:
+        """Start the process, and connect it with those of the other ranks. Collective.
+
+        Args:
+            name: Name of the peer, of TRAINING_PEERS.
+            deck: Deck to train.
+            world: All ranks.
+            split: Number of blocks in each part of hpctrain's pipeline; empty without a pipeline.
+
+        Raises:
+            HpctrainError: The peer of a rank cannot start. All ranks raise it.
+        """
         from hpctrain.deck.toml_text import deck_text
 
         self.name = name
@@ -83,7 +96,11 @@ class PeerProcess:
             self._ask({"host": host, "port": port})
 
     def step(self) -> float | None:
-        """One optimizer step; the mean loss of the tokens that this rank's peer computed it of, if of any."""
+        """Take one optimizer step. Collective.
+
+        Returns:
+            Mean loss of the tokens for which the peer of this rank computed it; None if there are none.
+        """
         loss: float | None = self._ask({"do": "step"})["loss"]
         return loss
 
@@ -93,13 +110,13 @@ class PeerProcess:
         return answer["resident"], answer["own"]
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
         try:
-            self.process.wait(_SECONDS)
+            self.process.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -128,22 +145,23 @@ class _Place:
 
 
 def main() -> None:
-    """What the process does: lines from stdin are answered on stdout, where nothing else is written."""
+    """Answer requests on stdin with lines on stdout, to which nothing else is written."""
     with os.fdopen(os.dup(1), "w") as answers, open(os.devnull, "w") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 1)
         _end_with_parent()
 
-        def say(answer: Mapping[str, object]) -> None:
+        def reply(answer: Mapping[str, object]) -> None:
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 
         try:
-            _serve(say)
+            _serve(reply)
         except HpctrainError as error:
-            say({"problems": error.problems})
+            reply({"problems": error.problems})
 
 
-def _serve(say: Any) -> None:
+def _serve(reply: Callable[[Mapping[str, object]], None]) -> None:
+    """Build the peer that the first request describes, and take its steps until stdin is closed."""
     import torch
     import torch.distributed
     from torch._C._distributed_c10d import TCPStore
@@ -157,31 +175,31 @@ def _serve(say: Any) -> None:
     torch.set_num_threads(deck.run.threads)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     module = import_module(f"hpctrain.bench.peers.{peer.module}")
-    waiting = timedelta(seconds=_SECONDS)
+    timeout = timedelta(seconds=_TIMEOUT_S)
     store = None
     if place.rank == 0:
-        store = TCPStore("127.0.0.1", 0, place.size, True, waiting, wait_for_workers=False)
-    say({"port": store.port if store else 0})
-    there = json.loads(sys.stdin.readline())
+        store = TCPStore("127.0.0.1", 0, place.size, True, timeout, wait_for_workers=False)
+    reply({"port": store.port if store else 0})
+    address = json.loads(sys.stdin.readline())
     if store is None:
-        store = TCPStore(there["host"], there["port"], place.size, False, waiting)
+        store = TCPStore(address["host"], address["port"], place.size, False, timeout)
     if peer.axis != "none":
         torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
     step = module.peer(job["name"], deck, place, job["split"])
-    say({})
+    reply({})
     for line in sys.stdin:
         if json.loads(line)["do"] == "step":
-            say({"loss": step()})
+            reply({"loss": step()})
         else:
-            say({"resident": peak_rss_bytes(), "own": peak_proportional_bytes()})
+            reply({"resident": peak_rss_bytes(), "own": peak_proportional_bytes()})
     if peer.axis != "none":
         torch.distributed.destroy_process_group()
 
 
 def _end_with_parent() -> None:
-    """Where the system can, end as soon as the rank has ended, however it did; others may wait for it."""
+    """Let the system kill this process when the rank has ended, where it can (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The same state saved and loaded by torch.distributed.checkpoint, over gloo, in files."""
+"""Saving and loading of the same state by torch.distributed.checkpoint with gloo."""
 
 from __future__ import annotations
 
@@ -21,22 +21,32 @@ from hpctrain.host.device import on_host
 
 
 class TorchCheckpoint:
-    """What torch stores of the entries' datasets, and reads.
+    """State as tensors for torch.distributed.checkpoint.
 
-    Where all ranks hold all tensors whole these are stored, each by one of the ranks; otherwise every
-    dataset is cut into equal rows over all ranks, so that a rank holds as much as with us.
+    If every rank holds all complete tensors, these are stored, each by one of the ranks. Otherwise the rows
+    of each tensor are divided equally over all ranks, so that a rank holds as many bytes as in hpctrain.
+
+    Attributes:
+        state: Tensors to save, by the name of their dataset.
+        read_state: Tensors to load.
     """
 
     def __init__(self, world: World, entries: Sequence[TensorRange], loaded: Collection[str]) -> None:
-        """Collective, with gloo started. `loaded` are the datasets that will be read, of all ranks."""
+        """Create the tensors. Collective, after `start_gloo`.
+
+        Args:
+            world: All ranks.
+            entries: Ranges of tensors that this rank saves.
+            loaded: Names of the datasets that any rank loads.
+        """
         datasets: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        mine = [(entry.dataset, entry.shape, entry.values.dtype) for entry in entries]
-        for rows in world.everyone.all_gather_object(mine):
+        descriptions = [(entry.dataset, entry.shape, entry.values.dtype) for entry in entries]
+        for rows in world.everyone.all_gather_object(descriptions):
             datasets |= {name: (shape, dtype) for name, shape, dtype in rows}
-        own = {entry.dataset: entry for entry in entries if _is_whole(entry)}
+        complete = {entry.dataset: entry for entry in entries if _is_complete(entry)}
         self.state: dict[str, Tensor] = {}
-        if all(world.everyone.all_gather_object(own.keys() == datasets.keys())):
-            for name, entry in own.items():
+        if all(world.everyone.all_gather_object(complete.keys() == datasets.keys())):
+            for name, entry in complete.items():
                 assert isinstance(entry.values, Tensor)
                 self.state[name] = entry.values.view(entry.shape)
         else:
@@ -55,22 +65,23 @@ class TorchCheckpoint:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that this rank reads."""
+        """Number of bytes that this rank reads."""
         return sum(
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
             for tensor in self.read_state.values()
         )
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint into an empty folder and bring it to the disk. Collective."""
+        """Write a checkpoint into an empty folder, and flush it to the disk. Collective."""
         save(self.state, storage_writer=FileSystemWriter(folder, sync_files=True))
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint in place. Collective."""
+        """Read a checkpoint into the tensors. Collective."""
         load(self.read_state, storage_reader=FileSystemReader(folder))
 
 
-def _is_whole(entry: TensorRange) -> bool:
+def _is_complete(entry: TensorRange) -> bool:
+    """Return True if this rank holds the complete tensor in host memory."""
     return (
         isinstance(entry.values, Tensor)
         and on_host(entry.values.device)

@@ -1,11 +1,11 @@
-"""The same model on data ranks that each have all of it, by torch over gloo: DistributedDataParallel.
+"""Peers that train the model with data parallelism of torch: DistributedDataParallel with gloo.
 
-In 16 bits by torch's autocast, with weights, gradients and their sums in fp32.
+16-bit formats use torch.autocast. Weights, gradients and their sums are in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,11 +20,15 @@ from hpctrain.deck.schema import Deck
 
 
 def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
-    """One optimizer step of the deck's global batch, over gloo.
+    """Return a function that trains one step.
 
-    "ddp": with gradients as views of its buckets. "ddp-alone": without it, each rank by itself. "zero1":
-    optimizer state cut by ZeroRedundancyOptimizer. "ddp-onednn": linear layers through oneDNN, see
-    OneDnnLinear. "ddp-kept" differs by the environment of its process alone.
+    Args:
+        name: "ddp" for DistributedDataParallel with gradients as views of its buckets; "ddp-kept" for the
+            same, with another environment; "ddp-onednn" for linear layers by oneDNN, see OneDnnLinear;
+            "ddp-alone" for ranks that train alone; "zero1" for ZeroRedundancyOptimizer.
+        deck: Deck to train.
+        place: Rank of this process.
+        split: Not used.
     """
     training = TorchTraining(deck, place.rank, place.size)
     model = training.full_model()
@@ -32,13 +36,13 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
         use_onednn(model)
     if name != "ddp-alone":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    update = _cut_update(training, model) if name == "zero1" else TorchUpdate(training, [model])
-    once = isinstance(model, DistributedDataParallel) and deck.memory.accumulate == "whole"
-    halved = torch.autocast("cpu", training.storage, enabled=training.storage.itemsize < 4)
+    update = _zero1_update(training, model) if name == "zero1" else TorchUpdate(training, [model])
+    reduce_once = isinstance(model, DistributedDataParallel) and deck.memory.accumulate == "whole"
+    autocast = torch.autocast("cpu", training.storage, enabled=training.storage.itemsize < 4)
 
     def backward(micro: MicroBatch, last: bool) -> Tensor:
-        with model.no_sync() if once and not last else nullcontext():  # type: ignore[operator]
-            with halved:
+        with model.no_sync() if reduce_once and not last else nullcontext():  # type: ignore[operator]
+            with autocast:
                 loss = training.loss_share(model, micro)
             loss.backward()
         return loss
@@ -46,11 +50,11 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     return training.step(backward, update)
 
 
-def _cut_update(training: TorchTraining, model: nn.Module) -> Any:
-    """What updates, on each rank, the parameters that torch gives it, and fetches the others."""
+def _zero1_update(training: TorchTraining, model: nn.Module) -> Callable[[], None]:
+    """Return a function that updates this rank's share of the parameters, and gathers the other shares."""
     parameters = list(model.parameters())
     groups = training.groups(parameters)
-    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **training.settings)
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **training.adamw_settings)
 
     def update() -> None:
         clip_gradients(parameters, training.deck.optimizer.clip)
@@ -62,11 +66,11 @@ def _cut_update(training: TorchTraining, model: nn.Module) -> Any:
 
 
 class OneDnnLinear(torch.autograd.Function):
-    """A linear layer in fp32 whose three products oneDNN computes.
+    """Linear layer in fp32 whose three products oneDNN computes.
 
-    Torch gives fp32 products to MKL, which uses AVX-512 on Intel's processors alone. What asked it not to
-    look whose processor it is (MKL_DEBUG_CPU_TYPE) is gone since MKL 2020.1, but torch's products for
-    compiled models go through oneDNN, which looks at what the processor can do.
+    Torch computes fp32 products by MKL, which uses AVX-512 only on processors of Intel. The variable
+    MKL_DEBUG_CPU_TYPE, which changed that, has had no effect since MKL 2020.1. The products that torch uses
+    in compiled models are those of oneDNN, which uses whatever the processor supports.
     """
 
     @staticmethod
@@ -80,13 +84,13 @@ class OneDnnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         output = gradients[0]
         rows = output.flatten(0, -2)
-        # The product is x^T g, whose transpose is the gradient: measured faster than g^T x.
-        of_weight = _product(x.flatten(0, -2).t(), rows.t(), None).t()
-        return _product(output, weight.t(), None), of_weight, rows.sum(0) if ctx.biased else None
+        # The transpose of x^T g is the gradient, and was measured to be faster than g^T x.
+        weight_gradient = _product(x.flatten(0, -2).t(), rows.t(), None).t()
+        return _product(output, weight.t(), None), weight_gradient, rows.sum(0) if ctx.biased else None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., k], [n, k] -> [..., n], as functional.linear."""
+    """Compute `functional.linear` of x [..., k] and weight [n, k] by oneDNN, which gives [..., n]."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
@@ -98,7 +102,7 @@ class _Linear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Have all linear layers compute through oneDNN; their parameters stay."""
+    """Make all linear layers of a model compute by oneDNN, with the same parameters."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear

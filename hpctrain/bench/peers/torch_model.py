@@ -1,7 +1,6 @@
-"""The deck's model in plain torch, which peers train.
+"""Model of a deck in plain torch, which peers train.
 
-Only what hpctrain is measured against uses torch.distributed: files here whose names begin with torch_,
-`bench/peers/collective_calls.py` and `bench/peers/peer_process.py`.
+Apart from NCCL in `comm/`, only the modules of `bench/peers/` use torch.distributed.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from hpctrain.parallel.kernels.attention_inputs import rotate
 class _Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        inner, whole = shape.head_size * shape.key_value_heads, shape.head_size * shape.heads
+        key_width, query_width = shape.head_size * shape.key_value_heads, shape.head_size * shape.heads
         self.head_size = shape.head_size
         biased = shape.attention_bias != "none"
-        self.query = nn.Linear(shape.hidden, whole, bias=biased)
-        self.key = nn.Linear(shape.hidden, inner, bias=biased)
-        self.value = nn.Linear(shape.hidden, inner, bias=biased)
-        self.output = nn.Linear(whole, shape.hidden, bias=shape.attention_bias == "all")
+        self.query = nn.Linear(shape.hidden, query_width, bias=biased)
+        self.key = nn.Linear(shape.hidden, key_width, bias=biased)
+        self.value = nn.Linear(shape.hidden, key_width, bias=biased)
+        self.output = nn.Linear(query_width, shape.hidden, bias=shape.attention_bias == "all")
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         query, key, value = (
@@ -36,10 +35,10 @@ class _Attention(nn.Module):
             query, key = (
                 rotate(part.transpose(0, 1), *rotary.tables).transpose(0, 1) for part in (query, key)
             )
-        shared = query.shape[2] != key.shape[2]
+        grouped = query.shape[2] != key.shape[2]
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         attended = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=shared
+            query, key, value, is_causal=True, enable_gqa=grouped
         )
         output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output
@@ -63,14 +62,14 @@ class _FeedForward(nn.Module):
 
 
 def torch_norm(shape: ModelShape) -> nn.Module:
-    """The norm of the model's family."""
+    """Return a norm of the kind that the model has."""
     if shape.norm == "rms":
         return nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
     return nn.LayerNorm(shape.hidden, eps=shape.norm_epsilon, bias=shape.norm_bias)
 
 
 class TorchBlock(nn.Module):
-    """Attention and feed-forward in plain torch, [b, s, h]."""
+    """Transformer block in plain torch: attention and feed-forward with norms before them."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -78,34 +77,45 @@ class TorchBlock(nn.Module):
         self.feed_forward_norm, self.feed_forward = torch_norm(shape), _FeedForward(shape)
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """[b, s, h] -> the same."""
+        """Return the output of hidden states [batch, seq, hidden], of the same shape."""
         x = x + self.attention(self.attention_norm(x), rotary)
         output: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return output
 
 
 class TorchModel(nn.Module):
-    """The deck's model, or the piece of it that `span` says, in plain torch, batch first.
+    """Model of a deck, or a range of its layers, in plain torch, with batch-first tensors.
 
-    Positions of gpt2 are learned. Where both tables of a tied model are in it, they are one.
+    Args:
+        shape: Sizes of the complete model.
+        layers: Layers to build; None for all. If they contain embedding and head of a tied model, these share
+            their weight.
     """
 
-    def __init__(self, shape: ModelShape, span: LayerRange | None = None) -> None:
+    def __init__(self, shape: ModelShape, layers: LayerRange | None = None) -> None:
         super().__init__()
-        span = LayerRange.all_of(shape.layers) if span is None else span
-        self.shape, self.first = shape, span.first
-        embeds, predicts = span.has_embedding, span.has_head
+        layers = LayerRange.all_of(shape.layers) if layers is None else layers
+        self.shape, self.first = shape, layers.first
+        embeds, predicts = layers.has_embedding, layers.has_head
         learned = embeds and shape.positions == "learned"
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if embeds else None
         self.positions = nn.Embedding(shape.sequence, shape.hidden) if learned else None
-        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(span.first, span.last))
+        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(layers.first, layers.last))
         self.final_norm = torch_norm(shape) if predicts else None
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False) if predicts else None
         if shape.tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [b, s] or hidden states [b, s, h] -> hidden states, or logits [b, s, V]."""
+        """Return hidden states or logits.
+
+        Args:
+            x: Tokens [batch, seq] if the model has the embedding, otherwise hidden states with a third
+                dimension.
+
+        Returns:
+            Logits [batch, seq, vocabulary] if the model has the head, otherwise hidden states.
+        """
         positions = torch.arange(x.shape[1])
         if self.embedding is not None:
             x = self.embedding(x)
@@ -119,6 +129,6 @@ class TorchModel(nn.Module):
         return x if self.head is None or self.final_norm is None else self.head(self.final_norm(x))
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of logits [b, s, V] where targets [b, s] come next."""
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits [batch, seq, vocabulary] and targets [batch, seq]."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,4 +1,4 @@
-"""A module that users bring as its own code has it, for peers."""
+"""Wrapper that lets peers train a module which a user brings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.model.modules.module_call import find_logits
 
 
 class TorchModule(nn.Module):
-    """The module of a deck, untouched, with the weights that a run of this seed begins with."""
+    """Unchanged module of a deck, with the initial weights of a run with this seed."""
 
     def __init__(self, architecture: ModuleArchitecture, seed: int) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class TorchModule(nn.Module):
         self._module_call = architecture.call(self.module)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] -> [b, s, V]."""
+        """Return the logits [batch, seq, vocabulary] of tokens [batch, seq]."""
         logits = find_logits(self._module_call({"tokens": tokens}))
         assert isinstance(logits, Tensor)
         return logits

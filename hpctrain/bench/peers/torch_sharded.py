@@ -1,6 +1,6 @@
-"""The same model cut over data ranks by others, over gloo: torch's FSDP2, and DeepSpeed's ZeRO.
+"""Peers that shard the model over data-parallel ranks with gloo: FSDP2 of torch and ZeRO of DeepSpeed.
 
-DeepSpeed is no dependency: who compares with it installs it (`pip install deepspeed`).
+DeepSpeed is an optional dependency (`pip install deepspeed`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hpctrain.bench.peers.torch_model import TorchModel, loss_of
+from hpctrain.bench.peers.torch_model import TorchModel, mean_loss
 from hpctrain.bench.peers.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
@@ -26,17 +26,24 @@ from hpctrain.errors import require
 
 
 def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
-    """One optimizer step of the deck's global batch by "fsdp2" or "deepspeed", on data ranks.
+    """Return a function that trains one step, with master weights and moments in fp32.
 
-    Formats are as in our own: master weights and moments in fp32. HpctrainError where DeepSpeed is not there.
+    Args:
+        name: "fsdp2", "deepspeed" or "deepspeed-STAGE".
+        deck: Deck to train.
+        place: Rank of this process.
+        split: Not used.
+
+    Raises:
+        HpctrainError: DeepSpeed is not installed.
     """
     training = TorchTraining(deck, place.rank, place.size)
-    model = training.filled(TorchModel(training.shape))
+    model = training.initialize(TorchModel(training.shape))
     return _fsdp2(training, place, model) if name == "fsdp2" else _deepspeed(name, training, place, model)
 
 
 def _fsdp2(training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerStep:
-    """FSDP2 as torch's tutorial has it: every block, and what is around them, on its own."""
+    """Return a step with FSDP2 as in the tutorial of torch: each block is a unit, and the rest is another."""
     mesh = init_device_mesh("cpu", (place.size,))
     policy = MixedPrecisionPolicy(param_dtype=training.storage, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -44,10 +51,10 @@ def _fsdp2(training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerS
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule) and isinstance(model, nn.Module)
     update = TorchUpdate(training, [model])
-    once = training.deck.memory.accumulate == "whole"
+    reduce_once = training.deck.memory.accumulate == "whole"
 
     def backward(micro: MicroBatch, last: bool) -> Tensor:
-        model.set_requires_gradient_sync(not once or last)
+        model.set_requires_gradient_sync(not reduce_once or last)
         loss = training.loss_share(model, micro)
         loss.backward()
         return loss
@@ -56,21 +63,21 @@ def _fsdp2(training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerS
 
 
 def _deepspeed(name: str, training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerStep:
-    """DeepSpeed's ZeRO, with its defaults, of the stage that ends the name, or else of the deck's
-    `layout.zero`, 3 where that is 0.
+    """Return a step with ZeRO of DeepSpeed and its default settings.
 
-    These sum the gradients of a 16-bit format in that format, which halves what travels.
+    The stage is that at the end of the name, otherwise `layout.zero` of the deck, or 3 if that is 0.
+    DeepSpeed sums gradients of a 16-bit format in that format, which halves the traffic.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(place.rank))
     require("deepspeed", f"--against {name}")
     deepspeed: Any = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells of the operations that it builds
+    with contextlib.redirect_stdout(io.StringIO()):  # hides messages on compiled operations
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deck = training.deck
     stage = int(name.rpartition("-")[2]) if "-" in name else deck.layout.zero or 3
-    settings = {
+    config = {
         "train_micro_batch_size_per_gpu": deck.batch.micro_size,
         "gradient_accumulation_steps": training.count,
         "gradient_clipping": deck.optimizer.clip,
@@ -80,14 +87,14 @@ def _deepspeed(name: str, training: TorchTraining, place: PeerRank, model: Torch
         "fp16": {"enabled": deck.precision.compute == "fp16"},
         "steps_per_print": 2**31,
     }
-    optimizer = torch.optim.AdamW(training.groups(model.parameters()), **training.settings)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    optimizer = torch.optim.AdamW(training.groups(model.parameters()), **training.adamw_settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def backward(micro: MicroBatch, last: bool) -> Tensor:
-        loss = loss_of(engine(micro.tokens), micro.targets)
+        loss = mean_loss(engine(micro.tokens), micro.targets)
         engine.backward(loss)
         if not last:
-            engine.step()  # which counts micro-batches
+            engine.step()  # counts the micro-batches
         return loss / training.count
 
     def update() -> None:

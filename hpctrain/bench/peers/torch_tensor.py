@@ -1,7 +1,7 @@
-"""The same model trained by torch's own tensor parallelism over gloo, to be measured against.
+"""Peers that train the model with tensor parallelism of torch with gloo.
 
-The parallel plan is that of torch's tensor-parallel tutorial for Llama, with and without sequence
-parallelism; the embedding is split by rows, the head by columns.
+The parallel plan is that of the tensor-parallel tutorial of torch for Llama, with and without sequence
+parallelism. The embedding is split by rows, and the head by columns.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hpctrain.deck.schema import Deck
 
 
 def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
-    """One optimizer step of the deck's global batch by "torch-tensor" or "torch-sequence", over gloo."""
+    """Return a function that trains one step; "torch-sequence" adds sequence parallelism."""
     training = TorchTraining(deck)
-    model = training.filled(TorchModel(training.shape))
+    model = training.initialize(TorchModel(training.shape))
     parallelize(model, name == "torch-sequence", init_device_mesh("cpu", (place.size,)))
     if training.shape.tied and model.head is not None and model.embedding is not None:
         model.head.weight = model.embedding.weight
-    update = TorchUpdate(training, [model], stored=True)
+    update = TorchUpdate(training, [model], keep_masters=True)
 
     def backward(micro: MicroBatch, _: bool) -> Tensor:
         loss = training.loss_share(model, micro)
@@ -43,16 +43,22 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     return training.step(backward, update)
 
 
-def parallelize(model: TorchModel, local: bool, mesh: DeviceMesh) -> None:
-    """`local` is whether each rank has its part of the sequence between the split layers."""
-    between = Shard(1) if local else Replicate()
+def parallelize(model: TorchModel, sequence_parallel: bool, mesh: DeviceMesh) -> None:
+    """Split the layers of a model over the ranks of a mesh.
+
+    Args:
+        model: Model to split, in place.
+        sequence_parallel: True if each rank holds a part of the sequence between the split layers.
+        mesh: Ranks of the tensor axis.
+    """
+    between = Shard(1) if sequence_parallel else Replicate()
     outer = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
-    if local:
+    if sequence_parallel:
         outer["final_norm"] = SequenceParallel()
-    if model.positions is not None and local:
+    if model.positions is not None and sequence_parallel:
         # Learned positions are added to the split sequence, as a split sequence themselves.
         outer["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
     parallelize_module(model, mesh, outer)
@@ -69,7 +75,7 @@ def parallelize(model: TorchModel, local: bool, mesh: DeviceMesh) -> None:
         "feed_forward.up": ColwiseParallel(),
         "feed_forward.down": RowwiseParallel(output_layouts=between),
     }
-    if local:
+    if sequence_parallel:
         inner |= {"attention_norm": SequenceParallel(), "feed_forward_norm": SequenceParallel()}
     if not ACTIVATIONS[model.shape.activation].gated:
         del inner["feed_forward.gate"]

@@ -1,6 +1,6 @@
-"""Others' ways to train, by name: what they can be measured against, and which decks they cannot train.
+"""Names of the programs that `bench train --against` compares with, and the decks that they cannot train.
 
-Nothing of theirs is loaded here: what cannot be is told before anything runs.
+The programs are not imported here, so that unsuitable decks are refused before anything runs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ if TYPE_CHECKING:
 
 Axis = Literal["data", "tensor", "pipeline", "none"]
 
-KEPT = (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(1 << 62)))
-"""What has glibc keep all memory for whoever asks next. Else it gives large pieces back to the system, which
-has to bring them anew, page by page; a threshold instead of 0 has an upper limit of 32 MiB."""
+KEEP_MEMORY = (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(1 << 62)))
+"""Variables with which glibc keeps all freed memory for later allocations. By default it returns large blocks
+to the system, which then has to map them again page by page. A threshold instead of 0 is limited to 32
+MiB."""
 
 
 @dataclass(frozen=True)
 class TrainingPeer:
-    """`module` of this folder has its `peer`, which trains on ranks along `axis` ("none": on one rank); its
-    process has `environment` besides. `alike` says whether it trains from the deck's own first weights, the
-    batch as a whole, so that its losses are ours.
+    """Program that trains the model of a deck.
+
+    Attributes:
+        module: Module of this package whose function `peer` returns the training step.
+        axis: Mesh axis along which the ranks are; "none" for a program on one rank.
+        environment: Additional environment variables of its processes.
+        same_training: True if it trains the global batch from the initial weights of the deck, so that its
+            losses must equal those of hpctrain.
     """
 
     module: str
@@ -38,7 +44,7 @@ class TrainingPeer:
 TRAINING_PEERS = MappingProxyType(
     {
         "ddp": TrainingPeer("torch_data", "data"),
-        "ddp-kept": TrainingPeer("torch_data", "data", KEPT),
+        "ddp-kept": TrainingPeer("torch_data", "data", KEEP_MEMORY),
         "ddp-onednn": TrainingPeer("torch_data", "data"),
         "ddp-alone": TrainingPeer("torch_data", "data", same_training=False),
         "zero1": TrainingPeer("torch_data", "data"),
@@ -56,7 +62,7 @@ TRAINING_PEERS = MappingProxyType(
     }
 )
 
-_PLAIN: Mapping[str, object] = MappingProxyType(
+_PLAIN_VALUES: Mapping[str, object] = MappingProxyType(
     {
         "model.experts.count": None,
         "model.latent.key_value_rank": None,
@@ -79,29 +85,34 @@ _PLAIN: Mapping[str, object] = MappingProxyType(
         "stability.z_loss": 0.0,
     }
 )
-"""What peers in plain torch have, by the deck's keys, where a deck may have something else."""
+"""Values of deck keys that peers in plain torch support."""
 
 
 def pipeline_parts(name: str, deck: Deck, stages: int) -> int:
-    """Into how many parts torch's schedule cuts the model."""
+    """Return the number of parts into which the pipeline schedule of a peer cuts the model."""
     if name == "torch-pipeline":
         return stages
     return 2 * stages if name == "torch-zbv" else max(2, deck.layout.chunks) * stages
 
 
 def peer_problems(names: Sequence[str], deck: Deck, ranks: int, on_host: bool) -> list[str]:
-    """Why these cannot be measured against with this deck, on so many ranks: a sentence each, or none."""
+    """Return a sentence for each peer that cannot train a deck.
+
+    Args:
+        names: Names of the peers, of TRAINING_PEERS.
+        deck: The deck.
+        ranks: Number of ranks.
+        on_host: True if hpctrain computes on CPUs.
+    """
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     problems = [f"--against {name}: is given {names.count(name)} times (give it once)" for name in twice]
-    for name in dict.fromkeys(names):
-        # One for each is enough: what is wrong first often is the reason of the others.
-        problems += [
-            f"--against {name}: {text}" for text in [next(_unfit(name, deck, ranks, on_host), "")] if text
-        ]
-    return problems
+    # The first problem of a peer is often the reason for its other ones.
+    first_problems = {name: next(_problems(name, deck, ranks, on_host), "") for name in names}
+    return problems + [f"--against {name}: {text}" for name, text in first_problems.items() if text]
 
 
-def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
+def _problems(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
+    """Yield the reasons why a peer cannot train a deck."""
     from hpctrain.deck.sources import toml_value
 
     peer = TRAINING_PEERS[name]
@@ -115,17 +126,17 @@ def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
         return
     if ranks == 1:
         yield "requires two ranks or more (such as mpirun -n 2)"
-    yield from _OF_AXES[peer.axis](name, deck, ranks)
-    for key, value in _PLAIN.items():
+    yield from _AXIS_PROBLEMS[peer.axis](name, deck, ranks)
+    for key, value in _PLAIN_VALUES.items():
         if deck.value(key) != value:
-            had = "none" if value is None else toml_value(value)
-            yield f"{key} = {toml_value(deck.value(key))}: peers in plain torch support {had} only"
+            supported = "none" if value is None else toml_value(value)
+            yield f"{key} = {toml_value(deck.value(key))}: peers in plain torch support {supported} only"
     if deck.communication.emulate is not None:
-        given = toml_value(deck.value("communication.emulate"))
-        yield f"communication.emulate = {given}: does not delay messages of peers"
+        link = toml_value(deck.value("communication.emulate"))
+        yield f"communication.emulate = {link}: does not delay messages of peers"
     if deck.communication.ranks_per_node is not None:
-        given = str(deck.communication.ranks_per_node)
-        yield f"communication.ranks_per_node = {given}: does not emulate nodes of peers"
+        count = deck.communication.ranks_per_node
+        yield f"communication.ranks_per_node = {count}: does not emulate nodes of peers"
     if deck.precision.compute == "fp16" and not name.startswith("deepspeed"):
         yield 'does not support precision.compute = "fp16" (use "fp32" or "bf16")'
     if name == "ddp-onednn" and deck.precision.compute != "fp32":
@@ -139,22 +150,21 @@ def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
         yield "requires DeepSpeed (pip install deepspeed)"
 
 
-def _of_data(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
+def _data_problems(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
     layout = deck.layout
     for axis in ("tensor", "context", "pipeline"):
         if getattr(layout, axis) > 1:
             yield f"requires layout.{axis} = 1, not {getattr(layout, axis)}"
 
 
-def _of_tensor(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
+def _tensor_problems(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
     if deck.layout.tensor != ranks:
         yield f"requires layout.tensor = {ranks}, the number of ranks, not {deck.layout.tensor}"
 
 
-def _of_pipeline(name: str, deck: Deck, ranks: int) -> Iterator[str]:
+def _pipeline_problems(name: str, deck: Deck, ranks: int) -> Iterator[str]:
     if deck.layout.pipeline != ranks:
-        given = deck.layout.pipeline
-        yield f"requires layout.pipeline = {ranks}, the number of ranks, not {given}"
+        yield f"requires layout.pipeline = {ranks}, the number of ranks, not {deck.layout.pipeline}"
     count = deck.batch.global_size // deck.batch.micro_size
     if name == "torch-interleaved" and count % ranks:
         yield f"requires a number of micro-batches that is a multiple of the {ranks} stages, not {count}"
@@ -163,6 +173,6 @@ def _of_pipeline(name: str, deck: Deck, ranks: int) -> Iterator[str]:
         yield f"requires model.layers of at least {parts}, not {deck.model.layers}"
 
 
-_OF_AXES: Mapping[Axis, Callable[[str, Deck, int], Iterator[str]]] = MappingProxyType(
-    {"data": _of_data, "tensor": _of_tensor, "pipeline": _of_pipeline}
+_AXIS_PROBLEMS: Mapping[Axis, Callable[[str, Deck, int], Iterator[str]]] = MappingProxyType(
+    {"data": _data_problems, "tensor": _tensor_problems, "pipeline": _pipeline_problems}
 )

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hpctrain.bench.peers.torch_data import use_onednn
-from hpctrain.bench.peers.torch_model import TorchModel, loss_of
+from hpctrain.bench.peers.torch_model import TorchModel, mean_loss
 from hpctrain.bench.peers.torch_training import TorchTraining, clip_gradients
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -27,7 +27,7 @@ def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) ->
     ours = {p.shard.name: p.detach() for model in engine.stage.models for p in model.parameters()}
     training = TorchTraining(deck)
     spans = (LayerRange(0, 2, True, False), LayerRange(2, 3, False, True))
-    parts = [training.filled(TorchModel(training.shape, span)) for span in spans]
+    parts = [training.initialize(TorchModel(training.shape, span)) for span in spans]
     assert torch.equal(parts[0].embedding.weight, ours["embedding.tokens.weight"])
     head = "embedding.tokens.weight" if deck.model.tied else "head.weight"
     assert torch.equal(parts[1].head.weight, ours[head])
@@ -88,13 +88,13 @@ def test_onednn_computes_the_same_gradients(family: tuple[str, ...]) -> None:
     tokens = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(1))
     gradients = []
     for onednn in (False, True):
-        model = training.filled(TorchModel(training.shape))
+        model = training.initialize(TorchModel(training.shape))
         for parameter in model.parameters():
             parameter.data += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
         if onednn:
             use_onednn(model)
         with torch.profiler.profile() as profile:
-            loss_of(model(tokens), tokens.roll(1)).backward()
+            mean_loss(model(tokens), tokens.roll(1)).backward()
         names = {event.key for event in profile.key_averages()}
         assert ("mkldnn::_linear_pointwise" in names) == onednn
         assert ("aten::linear" in names) != onednn
