@@ -116,7 +116,7 @@ def bench_attention(world: World, options: AttentionBenchOptions, rounds: int, o
         world, Machine(), place, used_bytes(world.device) + needed, lambda _: "use a shorter sequence"
     )
     torch.set_num_threads(1)
-    figures = measured(world, size, FORMATS[options.format_name], rounds)
+    figures = measure_attention(world, size, FORMATS[options.format_name], rounds)
     with world.agreement():
         if world.rank == 0:
             device = gpu_name(world.device) or processor_name()
@@ -125,7 +125,9 @@ def bench_attention(world: World, options: AttentionBenchOptions, rounds: int, o
                 write_json(output, [asdict(each) for each in figures])
 
 
-def measured(world: World, size: AttentionSize, dtype: torch.dtype, rounds: int) -> list[AttentionFigures]:
+def measure_attention(
+    world: World, size: AttentionSize, dtype: torch.dtype, rounds: int
+) -> list[AttentionFigures]:
     """Return the times of full attention and of attention with the window, by all functions. Collective."""
     variants = {
         (name, window): _pass_timer(functions, size, window, dtype, world.device)
@@ -145,7 +147,7 @@ def measured(world: World, size: AttentionSize, dtype: torch.dtype, rounds: int)
             window,
             median(forward for forward, _ in seconds),
             median(backward for _, backward in seconds),
-            [sum(full) / sum(own) for full, own in zip(times[name, 0], seconds, strict=True)],
+            [sum(full) / sum(passes) for full, passes in zip(times[name, 0], seconds, strict=True)],
         )
         for (name, window), seconds in times.items()
     ]
@@ -178,8 +180,8 @@ def lines(figures: Sequence[AttentionFigures], size: AttentionSize, setting: str
 
 def _functions(world: World) -> dict[str, LayerFunctions]:
     """Return all functions of attention that the world's devices have, by name. Collective."""
-    chosen = functions_of(choose_functions(of_sizes(SMALL, 1, 256), world), world.device)
-    return {"compiled": chosen, "torch": TORCH} if chosen.compiled else {"torch": TORCH}
+    functions = functions_of(choose_functions(of_sizes(SMALL, 1, 256), world), world.device)
+    return {"compiled": functions, "torch": TORCH} if functions.compiled else {"torch": TORCH}
 
 
 def _pass_timer(

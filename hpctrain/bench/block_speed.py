@@ -110,7 +110,7 @@ def bench_blocks(
             if name in families or not families
         }
     torch.set_num_threads(1)
-    figures = measured(world, decks, rounds)
+    figures = measure_blocks(world, decks, rounds)
     with world.agreement():
         if world.rank == 0:
             deck = next(iter(decks.values()))
@@ -122,7 +122,7 @@ def bench_blocks(
                 write_json(output, [asdict(each) for each in figures])
 
 
-def measured(world: World, decks: Mapping[str, Deck], rounds: int) -> list[BlocksFigures]:
+def measure_blocks(world: World, decks: Mapping[str, Deck], rounds: int) -> list[BlocksFigures]:
     """Return the speeds of the blocks of decks. Collective.
 
     Args:
@@ -145,9 +145,11 @@ def measured(world: World, decks: Mapping[str, Deck], rounds: int) -> list[Block
             seconds = slowest(world, clock(world.device) - start)
             if number:  # the first round fills caches
                 times[name].append(seconds)
-    plain = [product.flops / seconds for seconds in times.pop("")]
+    matrix_rates = [product.flops / seconds for seconds in times.pop("")]
     shares = {
-        name: [works[name].flops / own / of for own, of in zip(seconds, plain, strict=True)]
+        name: [
+            works[name].flops / duration / rate for duration, rate in zip(seconds, matrix_rates, strict=True)
+        ]
         for name, seconds in times.items()
     }
     first = next(iter(shares.values()))
@@ -157,7 +159,7 @@ def measured(world: World, decks: Mapping[str, Deck], rounds: int) -> list[Block
             works[name].parameters,
             seconds,
             shares[name],
-            [own / other for own, other in zip(shares[name], first, strict=True)],
+            [share / reference for share, reference in zip(shares[name], first, strict=True)],
         )
         for name, seconds in times.items()
     ]
@@ -218,8 +220,8 @@ def _works(world: World, deck: Deck) -> tuple[_Work, _Work]:
             BackwardStart(output).backward(output.detach())
 
     flops = 3.0 * model_flops(shape).block_forward * tokens.numel()
-    of_matrix = 6.0 * _elements(matrix) * tokens.numel()
-    repetitions = max(1, round(flops / of_matrix))
+    matrix_flops = 6.0 * _elements(matrix) * tokens.numel()
+    repetitions = max(1, round(flops / matrix_flops))
 
     def products() -> None:
         for _ in range(repetitions):
@@ -227,7 +229,7 @@ def _works(world: World, deck: Deck) -> tuple[_Work, _Work]:
 
     parameters = sum(parameter.shard.elements for parameter in parameter_list(part))
     blocks = _Work(lambda: passes(lambda hidden: part(inputs, hidden)), flops, parameters)
-    return blocks, _Work(products, of_matrix * repetitions)
+    return blocks, _Work(products, matrix_flops * repetitions)
 
 
 def _elements(layer: SplitLinear) -> int:

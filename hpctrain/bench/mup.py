@@ -1,8 +1,8 @@
-"""`hpctrain bench mup`: whether a deck's model behaves alike at any width, in muP and in the standard form.
+"""`hpctrain bench mup`: comparison of widths of a model, in muP and in the standard parametrization.
 
-The coordinate check of Tensor Programs V (arXiv 2203.03466, appendix D.1): how far the values of each kind of
-layer spread, by width and step. The sweep: which rate is best, by width. Each training is one rank's alone;
-ranks share them out.
+The coordinate check of Tensor Programs V (arXiv 2203.03466, appendix D.1) measures standard deviations of the
+outputs of each kind of layer, by width and step. The sweep finds the best learning rate of each width. Each
+training runs on one rank, and the trainings are distributed over the ranks.
 """
 
 from __future__ import annotations
@@ -43,15 +43,23 @@ from hpctrain.train.trainer import Trainer
 
 PARAMETRIZATIONS = ("standard", "mup")
 KINDS = ("embedding", "attention", "feed_forward", "block", "logits")
-"""What values are of: a block's is the residual stream behind it; of those in blocks the mean over these."""
+"""Kinds of outputs, of which that of a block is the residual stream after it."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class WidthBenchOptions:
-    """What to try: `widths` and `steps` of the coordinate check, mean over `seeds` initial models; `rates` of
-    the sweep over `rate_widths`, none where there are none; whether heads get wider, and not more.
+    """Options of `hpctrain bench mup`.
+
+    Attributes:
+        widths: Widths in the coordinate check, as values of model.hidden.
+        steps: Steps of the coordinate check.
+        seeds: Number of initial models, over which the check averages.
+        rates: Learning rates of the sweep; empty for no sweep.
+        rate_widths: Widths in the sweep.
+        wider_heads: True if wider models have wider heads, False if they have more heads.
+        random_tokens: Use random tokens instead of the token file.
     """
 
     widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
@@ -65,7 +73,14 @@ class WidthBenchOptions:
 
 @dataclass(frozen=True)
 class WidthTraining:
-    """A training that is one rank's: of the deck's seed and so many more, or of another rate than its own."""
+    """Training on one rank.
+
+    Attributes:
+        parametrization: One of PARAMETRIZATIONS.
+        width: Width of the model.
+        seed: Number that is added to the seed of the deck.
+        rate: Learning rate; None for that of the deck.
+    """
 
     parametrization: str
     width: int
@@ -78,8 +93,11 @@ class WidthTraining:
 
 @dataclass
 class WidthsFigures:
-    """By parametrization: `spread` of each kind by width, of the steps from 0; `loss` by width and rate, of
-    the last tenth of the steps of each run, nan where it did not stay finite.
+    """Results by parametrization.
+
+    Attributes:
+        spread: Standard deviations before the first step and after each step, by kind of output and width.
+        loss: Mean loss of the last tenth of the steps, by width and rate; nan if it did not stay finite.
     """
 
     spread: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
@@ -90,47 +108,60 @@ def bench_mup(
     world: World,
     path: Path,
     overrides: Sequence[str],
-    wish: WidthBenchOptions,
+    options: WidthBenchOptions,
     output: Path | None,
     picture: Path | None,
 ) -> None:
-    """Try a deck at several widths, of which its own is the base where it names none. Collective.
+    """Train a deck with several widths, and print tables. Collective.
 
-    HpctrainError where a width does not fit its heads, no rule for muP is known of the deck, its weights come
-    from elsewhere, it has no logits or no texts of its own, or rates are to be compared on random tokens.
+    The base width is that of the deck, unless it has `model.base_width`.
+
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        options: What to measure.
+        output: File for the results; None for no file.
+        picture: File for a plot; None for no file.
+
+    Raises:
+        HpctrainError: A width does not fit the heads, muP has no rule for the model, or the deck is
+            unsuitable: it starts from other weights, its objective has no logits or samples its own texts, or
+            rates are compared on random tokens.
     """
     with world.agreement():
         if picture is not None:
             require("matplotlib", "drawing pictures")
         deck = with_base(read_deck(path, overrides, read_source=read_source_keys))
         if deck.model.source is not None:
-            asked = "conflicts with bench mup, which compares models with new weights (leave it out)"
-            raise HpctrainError(deck.problem("model.from", asked))
+            problem = "conflicts with bench mup, which compares models with new weights (leave it out)"
+            raise HpctrainError(deck.problem("model.from", problem))
         if deck.objective.kind in (*SCORE_KINDS, *POLICY_KINDS):
-            asked = 'is unsupported in bench mup, which compares logits (use "next-token")'
-            raise HpctrainError(deck.problem("objective.kind", asked))
-        for width in (*wish.widths, *(wish.rate_widths if wish.rates else ())):
-            changed = of_width(deck, width, "mup", wish.wider_heads)
+            problem = 'is unsupported in bench mup, which compares logits (use "next-token")'
+            raise HpctrainError(deck.problem("objective.kind", problem))
+        for width in (*options.widths, *(options.rate_widths if options.rates else ())):
+            changed = change_width(deck, width, "mup", options.wider_heads)
             problems = parametrization_problems(changed)
-            if told := [changed.problem(each.key, each.sentence) for each in problems]:
-                raise HpctrainError(told)
-        if wish.random_tokens and wish.rates:
+            if sentences := [changed.problem(each.key, each.sentence) for each in problems]:
+                raise HpctrainError(sentences)
+        if options.random_tokens and options.rates:
             raise HpctrainError("--rates conflicts with --random-tokens, from which nothing can be learned")
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
-    if wish.random_tokens:
+    if options.random_tokens:
         deck = with_vocabulary(deck)
         batches = Batches(SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0), deck.run.seed)
     else:
         corpus = open_corpus(deck, world)
         deck, batches = resolve_vocabulary(deck, corpus), corpus.train
     figures = WidthsFigures()
-    check_coordinates(world, deck, batches, wish, figures)
-    if wish.rates:
-        sweep(world, deck, batches, wish, figures)
+    check_coordinates(world, deck, batches, options, figures)
+    if options.rates:
+        sweep_rates(world, deck, batches, options, figures)
     with world.agreement():
         if world.rank == 0:
-            lines = [*table(spread_rows(figures)), *(["", *table(rate_rows(figures))] if wish.rates else [])]
+            lines = table(spread_rows(figures))
+            lines += ["", *table(rate_rows(figures))] if options.rates else []
             stdout_console().print("\n".join(lines), markup=False)
             if output is not None:
                 write_json(output, asdict(figures))
@@ -139,7 +170,7 @@ def bench_mup(
 
 
 def with_base(deck: Deck) -> Deck:
-    """The deck in the standard parametrization, with the keys of its base."""
+    """Return the deck in the standard parametrization, with its base width and base head size set."""
     model = deck.model
     base = {
         "base_width": model.base_width or model.hidden,
@@ -148,10 +179,17 @@ def with_base(deck: Deck) -> Deck:
     return on_one_rank(deck).with_keys(model={"parametrization": "standard", **base})
 
 
-def of_width(deck: Deck, width: int, parametrization: str, wider_heads: bool) -> Deck:
-    """The deck's model at another width, each of whose other widths is as many times its own.
+def change_width(deck: Deck, width: int, parametrization: str, wider_heads: bool) -> Deck:
+    """Return the deck with another width, and with its other sizes in proportion.
 
-    HpctrainError where no whole number of heads is left.
+    Args:
+        deck: The deck.
+        width: Value of model.hidden.
+        parametrization: One of PARAMETRIZATIONS.
+        wider_heads: True to change the size of heads, False to change their number.
+
+    Raises:
+        HpctrainError: The number or the size of heads would not be a whole number.
     """
     model = deck.model
     heads = {"heads": model.heads, "key_value_heads": model.key_value_heads}
@@ -166,54 +204,58 @@ def of_width(deck: Deck, width: int, parametrization: str, wider_heads: bool) ->
         which = "the head size" if wider_heads else "the number of heads"
         raise HpctrainError(f"--widths: {width}: {which} must be a whole number (use a multiple of {unit})")
     sizes = {"mlp": model.mlp} | ({} if model.experts is None else {"experts.mlp": model.experts.mlp})
-    others = {name: max(1, round(size * width / model.hidden)) for name, size in sizes.items()}
+    mlp_sizes = {name: max(1, round(size * width / model.hidden)) for name, size in sizes.items()}
     return deck.with_keys(
-        model={**changed, **others, "hidden": width, "parametrization": parametrization, "preset": None}
+        model={**changed, **mlp_sizes, "hidden": width, "parametrization": parametrization, "preset": None}
     )
 
 
 def check_coordinates(
-    world: World, deck: Deck, batches: Batches, wish: WidthBenchOptions, figures: WidthsFigures
+    world: World, deck: Deck, batches: Batches, options: WidthBenchOptions, figures: WidthsFigures
 ) -> None:
-    """Fill in the spreads, of steps at the rate of the deck's peak from the first one on. Collective."""
-    steady = {"warmup": 0, "decay": "constant", "cooldown": 0, "reference_batch": 0}
-    deck = deck.with_keys(learning_rate=steady, batch={"ramp_from": 0})
+    """Measure the standard deviations of outputs, and add them to the results. Collective.
+
+    All steps have the peak learning rate of the deck.
+    """
+    constant_rate = {"warmup": 0, "decay": "constant", "cooldown": 0, "reference_batch": 0}
+    deck = deck.with_keys(learning_rate=constant_rate, batch={"ramp_from": 0})
 
     def measure(job: WidthTraining) -> list[dict[str, float]]:
-        changed = of_width(deck, job.width, job.parametrization, wish.wider_heads)
-        trainer = _trainer(world, changed.with_keys(run={"seed": deck.run.seed + job.seed}), batches)
+        changed = change_width(deck, job.width, job.parametrization, options.wider_heads)
+        trainer = _make_trainer(world, changed.with_keys(run={"seed": deck.run.seed + job.seed}), batches)
         tokens = next(iter(batches.step(0, deck.batch.micro_size, 0, 1, deck.batch.micro_size))).tokens
-        spreads = [spreads_of(trainer.engine.model, tokens.to(world.device))]
-        for _ in range(wish.steps):
+        spreads = [measure_spreads(trainer.engine.model, tokens.to(world.device))]
+        for _ in range(options.steps):
             trainer.train_step()
-            spreads.append(spreads_of(trainer.engine.model, tokens.to(world.device)))
+            spreads.append(measure_spreads(trainer.engine.model, tokens.to(world.device)))
         trainer.engine.close()
         return spreads
 
-    jobs = [WidthTraining(*each) for each in product(PARAMETRIZATIONS, wish.widths, range(wish.seeds))]
-    found = shared_out(world, jobs, measure)
+    seeds = range(options.seeds)
+    jobs = [WidthTraining(*each) for each in product(PARAMETRIZATIONS, options.widths, seeds)]
+    results = distribute(world, jobs, measure)
     for name in PARAMETRIZATIONS:
         figures.spread[name] = {
             kind: {
                 width: [
-                    fmean(found[WidthTraining(name, width, seed)][step][kind] for seed in range(wish.seeds))
-                    for step in range(wish.steps + 1)
+                    fmean(results[WidthTraining(name, width, seed)][step][kind] for seed in seeds)
+                    for step in range(options.steps + 1)
                 ]
-                for width in wish.widths
+                for width in options.widths
             }
             for kind in KINDS
         }
 
 
-def sweep(
-    world: World, deck: Deck, batches: Batches, wish: WidthBenchOptions, figures: WidthsFigures
+def sweep_rates(
+    world: World, deck: Deck, batches: Batches, options: WidthBenchOptions, figures: WidthsFigures
 ) -> None:
-    """Fill in the losses of the deck's runs at other rates. Collective."""
+    """Train each width with each learning rate, and add the losses to the results. Collective."""
 
     def train(job: WidthTraining) -> float:
-        changed = of_width(deck, job.width, job.parametrization, wish.wider_heads)
+        changed = change_width(deck, job.width, job.parametrization, options.wider_heads)
         changed = changed.with_keys(learning_rate={"peak": job.rate})
-        trainer, losses = _trainer(world, changed, batches), []
+        trainer, losses = _make_trainer(world, changed, batches), []
         for _ in range(deck.run.steps):
             losses.append(trainer.train_step().loss)
             if not isfinite(losses[-1]):
@@ -222,57 +264,59 @@ def sweep(
         loss = fmean(losses[-max(1, deck.run.steps // 10) :])
         return loss if isfinite(loss) else float("nan")
 
-    each = product(PARAMETRIZATIONS, wish.rate_widths, wish.rates)
-    found = shared_out(world, [WidthTraining(name, width, rate=rate) for name, width, rate in each], train)
-    for name, width in product(PARAMETRIZATIONS, wish.rate_widths):
-        losses = {rate: found[WidthTraining(name, width, rate=rate)] for rate in sorted(wish.rates)}
+    cases = product(PARAMETRIZATIONS, options.rate_widths, options.rates)
+    jobs = [WidthTraining(name, width, rate=rate) for name, width, rate in cases]
+    results = distribute(world, jobs, train)
+    for name, width in product(PARAMETRIZATIONS, options.rate_widths):
+        losses = {rate: results[WidthTraining(name, width, rate=rate)] for rate in sorted(options.rates)}
         figures.loss.setdefault(name, {})[width] = losses
 
 
-def shared_out(
-    world: World, jobs: Sequence[WidthTraining], do: Callable[[WidthTraining], Result]
+def distribute(
+    world: World, jobs: Sequence[WidthTraining], run: Callable[[WidthTraining], Result]
 ) -> dict[WidthTraining, Result]:
-    """The results of all jobs, of which each rank does some, the wider ones first. Collective."""
+    """Run trainings distributed over the ranks, the widest ones first, and return all results. Collective."""
     ordered = sorted(jobs, key=lambda job: -job.width)
-    own: dict[WidthTraining, Result] = {}
+    local_results: dict[WidthTraining, Result] = {}
     with world.agreement():
         for number, job in enumerate(ordered):
             if number % world.size == world.rank:
-                own[job] = do(job)
+                local_results[job] = run(job)
                 gc.collect()
                 if world.rank == 0:
                     print(f"{number + 1} of {len(jobs)}: {job}", flush=True)
-    return {job: result for part in world.everyone.all_gather_object(own) for job, result in part.items()}
+    gathered = world.everyone.all_gather_object(local_results)
+    return {job: result for results in gathered for job, result in results.items()}
 
 
-def _trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
-    """A trainer of this rank alone."""
-    alone = world.single_rank_world()
-    return Trainer(deck, build_engine(deck, alone, Mesh(alone, {})), batches)
+def _make_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
+    """Return a trainer that uses this rank only."""
+    one_rank = world.single_rank_world()
+    return Trainer(deck, build_engine(deck, one_rank, Mesh(one_rank, {})), batches)
 
 
 @torch.no_grad()
-def spreads_of(model: ModelPart, tokens: Tensor) -> dict[str, float]:
-    """Standard deviations of the values of each of the KINDS, of tokens [b, s]."""
-    seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with _watched(model, seen):
+def measure_spreads(model: ModelPart, tokens: Tensor) -> dict[str, float]:
+    """Return the standard deviation of each of KINDS for tokens [batch, seq]."""
+    deviations: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with _recorded_deviations(model, deviations):
         logits = logits_of(model, tokens)
-    seen["logits"].append(float(logits.float().std()))
-    return {kind: fmean(values) for kind, values in seen.items()}
+    deviations["logits"].append(float(logits.float().std()))
+    return {kind: fmean(values) for kind, values in deviations.items()}
 
 
 @contextmanager
-def _watched(model: ModelPart, seen: Mapping[str, list[float]]) -> Iterator[None]:
-    """Note what its layers give meanwhile."""
-    watched: list[tuple[str, nn.Module]] = [("embedding", model.layers[0])]
+def _recorded_deviations(model: ModelPart, deviations: Mapping[str, list[float]]) -> Iterator[None]:
+    """Append the standard deviations of the outputs of layers to `deviations` within the context."""
+    layers: list[tuple[str, nn.Module]] = [("embedding", model.layers[0])]
     for block in blocks_of(model):
         assert isinstance(block, TransformerBlock)
-        watched += [("attention", block.attention), ("feed_forward", block.feed_forward), ("block", block)]
+        layers += [("attention", block.attention), ("feed_forward", block.feed_forward), ("block", block)]
 
-    def noting(kind: str) -> Callable[[nn.Module, object, Tensor], None]:
-        return lambda _, __, output: seen[kind].append(float(output.float().std()))
+    def record(kind: str) -> Callable[[nn.Module, object, Tensor], None]:
+        return lambda _, __, output: deviations[kind].append(float(output.float().std()))
 
-    handles = [module.register_forward_hook(noting(kind)) for kind, module in watched]
+    handles = [layer.register_forward_hook(record(kind)) for kind, layer in layers]
     try:
         yield
     finally:
@@ -281,53 +325,60 @@ def _watched(model: ModelPart, seen: Mapping[str, list[float]]) -> Iterator[None
 
 
 def best_rate(losses: Mapping[float, float]) -> float | None:
-    """Where the parabola through the least loss and its neighbours, over the logarithm of the rate, is least.
+    """Return the rate with the lowest loss, interpolated between the measured rates.
 
-    The rate itself where it has a neighbour on one side alone; None where no loss is finite.
+    It is the minimum of the parabola through the lowest loss and its two neighbors over the logarithm of the
+    rate. If there is a neighbor on one side only, it is the measured rate.
+
+    Args:
+        losses: Losses by rate.
+
+    Returns:
+        The rate; None if no loss is finite.
     """
     rates = [rate for rate in sorted(losses) if isfinite(losses[rate])]
     if not rates:
         return None
-    place = min(range(len(rates)), key=lambda index: losses[rates[index]])
-    if place in (0, len(rates) - 1):
-        return rates[place]
+    lowest = min(range(len(rates)), key=lambda index: losses[rates[index]])
+    if lowest in (0, len(rates) - 1):
+        return rates[lowest]
     (x, y, z), (a, b, c) = (
-        [f(rate) for rate in rates[place - 1 : place + 2]] for f in (log2, losses.__getitem__)
+        [f(rate) for rate in rates[lowest - 1 : lowest + 2]] for f in (log2, losses.__getitem__)
     )
-    below, above = (b - a) / (y - x), (c - b) / (z - y)
-    curvature = (above - below) / (z - x)
-    return float(2 ** ((x + y) / 2 - below / (2 * curvature))) if curvature > 0 else rates[place]
+    left_slope, right_slope = (b - a) / (y - x), (c - b) / (z - y)
+    curvature = (right_slope - left_slope) / (z - x)
+    return float(2 ** ((x + y) / 2 - left_slope / (2 * curvature))) if curvature > 0 else rates[lowest]
 
 
 def ratio(values: Sequence[float]) -> float:
-    """The largest over the least."""
+    """Return the largest value divided by the smallest one."""
     return max(values) / min(values) if min(values) > 0 else inf
 
 
 def spread_rows(figures: WidthsFigures) -> list[list[str]]:
-    """The table of spreads after the last step, and the largest over the least of them, at the start, too."""
+    """Return the rows of a table of standard deviations after the last step, with ratios over the widths."""
     widths = list(next(iter(figures.spread["mup"].values())))
-    told = [["spread of", "param.", *(f"width {each}" for each in widths), "largest / least", "at the start"]]
+    rows = [["spread of", "param.", *(f"width {each}" for each in widths), "largest / least", "at the start"]]
     for name, kinds in figures.spread.items():
         for kind, by_width in kinds.items():
-            first, last = ([steps[at] for steps in by_width.values()] for at in (0, -1))
-            told.append(
+            first, last = ([steps[index] for steps in by_width.values()] for index in (0, -1))
+            rows.append(
                 [kind, name, *(f"{each:.4g}" for each in last), f"{ratio(last):.3f}", f"{ratio(first):.3f}"]
             )
-    return told
+    return rows
 
 
 def rate_rows(figures: WidthsFigures) -> list[list[str]]:
-    """The table of losses by rate, the best rate of each width, and how far these are apart."""
+    """Return the rows of a table of losses by rate, with the best rate of each width and their ratio."""
     rates = list(next(iter(figures.loss["mup"].values())))
-    told = [["loss at width", "param.", *(f"rate {rate:.3g}" for rate in rates), "best rate", "ratio"]]
+    rows = [["loss at width", "param.", *(f"rate {rate:.3g}" for rate in rates), "best rate", "ratio"]]
     for name, by_width in figures.loss.items():
         best = {width: best_rate(losses) for width, losses in by_width.items()}
         known = [rate for rate in best.values() if rate is not None]
-        apart = f"{ratio(known):.2f}" if len(known) == len(best) else ""
+        best_ratio = f"{ratio(known):.2f}" if len(known) == len(best) else ""
         for width, losses in by_width.items():
             rate = best[width]
             cells = [f"{loss:.4f}" if isfinite(loss) else "not finite" for loss in losses.values()]
-            told.append([str(width), name, *cells, "" if rate is None else f"{rate:.3g}", apart])
-            apart = ""
-    return told
+            rows.append([str(width), name, *cells, "" if rate is None else f"{rate:.3g}", best_ratio])
+            best_ratio = ""
+    return rows

@@ -1,9 +1,9 @@
-"""`hpctrain bench rate`: which learning rates a deck learns with, by one short training whose rate rises.
+"""`hpctrain bench rate`: learning-rate range test, a short training with a rising learning rate.
 
-The range test of Smith (arXiv 1506.01186), as others draw it: the rate rises from step to step by the same
-factor, the loss is smoothed, and the training ends where it diverges. The rate is suggested at which the
-smoothed loss falls most over the logarithm of the rate. Steps are those of the run's own trainer, on any
-layout; nothing is kept.
+It is the range test of Smith (arXiv 1506.01186). The rate rises by the same factor in each step, the loss is
+smoothed, and the training ends when it diverges. The suggested rate is that at which the smoothed loss falls
+fastest over the logarithm of the rate. The trainer of runs takes the steps, with any layout, and no
+checkpoint is written.
 """
 
 from __future__ import annotations
@@ -38,18 +38,26 @@ from hpctrain.train.server.server_trainer import new_trainer
 from hpctrain.train.start import start_from_source
 from hpctrain.train.trainer import Trainer
 
-DIVERGED = 4.0
-"""Times the least smoothed loss at which the training ends."""
-RISEN = 1.25
-"""Times the first smoothed loss at which it ends, too: a language model's has no room to rise fourfold."""
+MAX_OVER_LOWEST = 4.0
+"""Smoothed loss relative to the lowest one at which the training ends."""
+MAX_OVER_FIRST = 1.25
+"""Smoothed loss relative to the first one at which the training ends. The loss of a language model starts too
+close to its largest values to rise fourfold."""
 _ROWS = 24
+"""Approximate number of rows in the table."""
 
 
 @dataclass(frozen=True)
 class RateBenchOptions:
-    """Rates from `first` to `last` in so many `steps`; `window` losses make a smoothed one, by default a
-    tenth of the steps. `figure` is what counts as loss: that of training, or one of an evaluation after each
-    step.
+    """Options of `hpctrain bench rate`.
+
+    Attributes:
+        first: Learning rate of the first step.
+        last: Learning rate of the last step.
+        steps: Largest number of steps.
+        window: Number of losses in a moving average; None for a tenth of the steps.
+        figure: Name of the metric that is used as loss: the training loss, or a metric of an evaluation after
+            each step.
     """
 
     first: float = 1e-6
@@ -59,16 +67,16 @@ class RateBenchOptions:
     figure: str = TRAINING_LOSS
 
     @property
-    def averaged(self) -> int:
-        """How many losses are averaged."""
+    def window_size(self) -> int:
+        """Number of losses in a moving average."""
         return max(1, self.steps // 10) if self.window is None else self.window
 
     def check(self) -> None:
         """Raise HpctrainError with every option that is out of range."""
         problems = []
         if not 0 < self.first < self.last <= 1000:
-            shown = f"--from {self.first:g} --to {self.last:g}"
-            problems.append(f"{shown}: must be above 0, at most 1000, and in ascending order")
+            rates = f"--from {self.first:g} --to {self.last:g}"
+            problems.append(f"{rates}: must be above 0, at most 1000, and in ascending order")
         if not 10 <= self.steps <= 100_000:
             problems.append(f"--steps {self.steps}: must be from 10 to 100000")
         if self.window is not None and not 1 <= self.window <= self.steps // 2:
@@ -79,7 +87,13 @@ class RateBenchOptions:
 
 @dataclass(frozen=True)
 class RatePoint:
-    """A step: its rate, its loss and the smoothed one, nan where the loss was not finite."""
+    """Result of a step.
+
+    Attributes:
+        rate: Learning rate.
+        loss: Loss.
+        smoothed: Moving average of the losses; nan if the loss is not finite.
+    """
 
     rate: float
     loss: float
@@ -88,8 +102,12 @@ class RatePoint:
 
 @dataclass(frozen=True)
 class RateFigures:
-    """What came of it: the steps, the rate to begin with, None where the loss fell at none, and why the
-    training ended before its last step, "" where it did not.
+    """Results of a range test.
+
+    Attributes:
+        points: Results of the steps.
+        suggestion: Rate at which the loss falls fastest; None if it never falls.
+        ended: Reason why the training ended before its last step; empty if it did not.
     """
 
     points: list[RatePoint]
@@ -99,7 +117,11 @@ class RateFigures:
 
 @dataclass(frozen=True)
 class RisingRate(LearningRate):
-    """The rate of step n, from 0, is `peak` times `factor` to the n-th power."""
+    """Learning rate that starts at `peak` and is multiplied by `factor` after each step.
+
+    Attributes:
+        factor: Ratio of the rates of two successive steps.
+    """
 
     factor: float = 1.0
 
@@ -112,74 +134,98 @@ def bench_rate(
     world: World,
     path: Path,
     overrides: Sequence[str],
-    wish: RateBenchOptions,
+    options: RateBenchOptions,
     output: Path | None,
     picture: Path | None,
 ) -> None:
-    """Train a deck at rising rates, and print a table and a suggestion. Collective.
+    """Train a deck with rising learning rates, and print a table and a suggestion. Collective.
 
-    HpctrainError where an option or the deck will not do, or it has servers, which have rates of their own.
+    Args:
+        world: All ranks.
+        path: File of the deck.
+        overrides: Deck keys to change, as KEY=VALUE.
+        options: Options of the test.
+        output: File for the results; None for no file.
+        picture: File for a plot; None for no file.
+
+    Raises:
+        HpctrainError: An option or the deck is unsuitable, such as one with parameter servers.
     """
     with world.agreement():
-        wish.check()
+        options.check()
         if picture is not None:
             require("matplotlib", "drawing pictures")
         deck = read_deck(path, overrides, world.size, read_source_keys)
         if deck.communication.server is not None:
-            sentence = (
+            problem = (
                 "is unsupported in a rate test, which requires steps that all ranks make "
                 'together (use "none")'
             )
-            raise HpctrainError(deck.problem("communication.server.mode", sentence))
-        wanted = parse_metric_name(deck, wish.figure)
+            raise HpctrainError(deck.problem("communication.server.mode", problem))
+        metric = parse_metric_name(deck, options.figure)
     deck, _ = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
     world.compare_calls(deck.communication.check)
     run_folder = Path(deck.run.dir)
-    new = [path for path in (run_folder / "offload", run_folder, *run_folder.parents) if not path.exists()]
+    new_folders = [
+        path for path in (run_folder / "offload", run_folder, *run_folder.parents) if not path.exists()
+    ]
     corpus = open_corpus(deck, world)
-    deck = choose_functions(resolve_vocabulary(steady(deck), corpus), world)
+    deck = choose_functions(resolve_vocabulary(without_schedules(deck), corpus), world)
     trainer = new_trainer(world, deck, corpus.train)
     try:
-        judge = _judge(deck, trainer, corpus, wanted, wish.figure) if wanted.evaluation_set else None
+        evaluate = None
+        if metric.evaluation_set:
+            evaluate = _evaluation(deck, trainer, corpus, metric, options.figure)
         if deck.model.source is not None:
             start_from_source(deck, trainer.engine)
-        figures = rise(trainer, wish, tell=world.rank == 0, judge=judge)
+        figures = train_with_rising_rate(trainer, options, world.rank == 0, evaluate)
     finally:
         trainer.engine.close()
         corpus.close()
     with world.agreement():
-        pass  # all have closed their files in place of memory
-    for folder in new:
+        pass  # All ranks have closed their offload files.
+    for folder in new_folders:
         with suppress(OSError):
             folder.rmdir()
     with world.agreement():
         if world.rank == 0:
-            stdout_console().print("\n".join(told(figures, wish, deck)), markup=False)
+            stdout_console().print("\n".join(result_lines(figures, options, deck)), markup=False)
             if output is not None:
                 write_json(output, asdict(figures))
             if picture is not None:
                 points = figures.points
                 losses = [(each.rate, each.loss, each.smoothed) for each in points]
-                draw_rates(picture, deck.run.title, losses, figures.suggestion, wanted.title)
+                draw_rates(picture, deck.run.title, losses, figures.suggestion, metric.title)
 
 
-def _judge(
-    deck: Deck, trainer: Trainer, corpus: Corpus, wanted: MetricName, name: str
+def _evaluation(
+    deck: Deck, trainer: Trainer, corpus: Corpus, metric: MetricName, name: str
 ) -> Callable[[], float]:
-    """What evaluates the figure. Collective, as are its calls; HpctrainError where there is none."""
+    """Return a function that evaluates a metric of a held-out set. Collective, as is the function.
+
+    Args:
+        deck: The deck.
+        trainer: Trainer of the deck.
+        corpus: Corpus of the deck.
+        metric: The metric.
+        name: Name of the metric as the user gave it.
+
+    Raises:
+        HpctrainError: The held-out set does not have the metric.
+    """
     world = trainer.engine.world
-    [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == wanted.evaluation_set]
-    if wanted.kind not in held_out.metrics(1.0):
+    [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == metric.evaluation_set]
+    if metric.kind not in held_out.metrics(1.0):
         raise HpctrainError(f"--figure {name}: the number of bytes of text in the set is unknown")
     return lambda: held_out.metrics(trainer.evaluate(held_out.batches, held_out.sequences)["loss"])[
-        wanted.kind
+        metric.kind
     ]
 
 
-def steady(deck: Deck) -> Deck:
-    """The deck without what else changes from step to step, or leaves steps out."""
+def without_schedules(deck: Deck) -> Deck:
+    """Return the deck without schedules of rate and batch size, and without rules that skip steps."""
     return deck.with_keys(
         learning_rate={"warmup": 0, "decay": "constant", "cooldown": 0},
         batch={"ramp_from": 0},
@@ -187,103 +233,128 @@ def steady(deck: Deck) -> Deck:
     )
 
 
-def rise(
-    trainer: Trainer, wish: RateBenchOptions, tell: bool = False, judge: Callable[[], float] | None = None
+def train_with_rising_rate(
+    trainer: Trainer,
+    options: RateBenchOptions,
+    print_progress: bool = False,
+    evaluate: Callable[[], float] | None = None,
 ) -> RateFigures:
-    """Train at rising rates until the last one, or until the loss diverges: that of the step, or what `judge`
-    finds after it. Collective; with `tell`, a line is printed now and then.
+    """Train with rising learning rates until the last rate, or until the loss diverges. Collective.
+
+    Args:
+        trainer: Trainer. It has its original learning rate in the end.
+        options: Options of the test.
+        print_progress: True if this rank prints a line after each tenth of the steps.
+        evaluate: Function that returns the loss after each step; None for the training loss.
     """
-    factor = (wish.last / wish.first) ** (1 / (wish.steps - 1))
+    factor = (options.last / options.first) ** (1 / (options.steps - 1))
     rate = trainer.engine.control.learning_rate
-    trainer.engine.control.learning_rate = RisingRate(**{**vars(rate), "peak": wish.first}, factor=factor)
+    trainer.engine.control.learning_rate = RisingRate(**{**vars(rate), "peak": options.first}, factor=factor)
     rates: list[float] = []
     losses: list[float] = []
     ended = ""
-    for step in range(1, wish.steps + 1):
+    for step in range(1, options.steps + 1):
         result = trainer.train_step()
         rates.append(result.learning_rate)
-        losses.append(result.loss if judge is None or not isfinite(result.loss) else judge())
+        losses.append(result.loss if evaluate is None or not isfinite(result.loss) else evaluate())
         if not isfinite(losses[-1]):
             ended = f"the loss was not finite at rate {rates[-1]:.3g}"
             break
-        if diverged(losses, wish.averaged):
+        if has_diverged(losses, options.window_size):
             ended = f"the loss diverged at rate {rates[-1]:.3g}"
             break
-        if tell and step % max(1, wish.steps // 10) == 0:
-            print(f"{step} of {wish.steps}: rate {rates[-1]:.3g}, {wish.figure} {losses[-1]:.4f}", flush=True)
+        if print_progress and step % max(1, options.steps // 10) == 0:
+            progress = f"{step} of {options.steps}"
+            print(f"{progress}: rate {rates[-1]:.3g}, {options.figure} {losses[-1]:.4f}", flush=True)
     trainer.engine.control.learning_rate = rate
-    points = list(map(RatePoint, rates, losses, centred(losses, wish.averaged)))
-    return RateFigures(points, steepest(points, wish.averaged // 2), ended)
+    points = list(map(RatePoint, rates, losses, moving_average(losses, options.window_size)))
+    return RateFigures(points, steepest_rate(points, options.window_size // 2), ended)
 
 
-def centred(losses: Sequence[float], window: int) -> list[float]:
-    """The mean of the losses around each, `window` of them, fewer at both ends: a mean of earlier ones alone
-    would fall late, and the rate that is suggested be too high. Losses that are not finite count nowhere.
+def moving_average(losses: Sequence[float], window: int) -> list[float]:
+    """Return the centered moving average of losses.
+
+    A mean of earlier losses only would fall late, so that the suggested rate would be too high.
+
+    Args:
+        losses: Losses, of which only the last ones may not be finite. The average there is nan.
+        window: Number of losses in a mean. There are fewer at both ends.
     """
-    count = sum(map(isfinite, losses))  # all, or all but the last
+    count = sum(map(isfinite, losses))
     means = []
-    for at in range(count):
-        reach = min(at, count - 1 - at, window // 2)
-        means.append(fmean(losses[at - reach : at + reach + 1]))
+    for index in range(count):
+        radius = min(index, count - 1 - index, window // 2)
+        means.append(fmean(losses[index - radius : index + radius + 1]))
     return means + [nan] * (len(losses) - count)
 
 
-def diverged(losses: Sequence[float], window: int) -> bool:
-    """Whether the mean of the last losses is far above the least of such means, or above the first."""
+def has_diverged(losses: Sequence[float], window: int) -> bool:
+    """Return True if the mean of the last losses is far above the first or the lowest such mean.
+
+    Args:
+        losses: Losses so far.
+        window: Number of losses in a mean.
+    """
     ends = range(min(window, len(losses)), len(losses) + 1)
     means = [fmean(losses[max(0, end - window) : end]) for end in ends]
-    least = min(means)
-    return least > 0 and means[-1] > min(RISEN * means[0], DIVERGED * least)
+    lowest = min(means)
+    return lowest > 0 and means[-1] > min(MAX_OVER_FIRST * means[0], MAX_OVER_LOWEST * lowest)
 
 
-def steepest(points: Sequence[RatePoint], settling: int = 0) -> float | None:
-    """The rate at which the smoothed loss falls most over the logarithm of the rate, from step `settling` to
-    the least one; None where it does not fall.
+def steepest_rate(points: Sequence[RatePoint], first_step: int = 0) -> float | None:
+    """Return the rate at which the smoothed loss falls fastest over the logarithm of the rate.
+
+    Args:
+        points: Results of the steps.
+        first_step: Step from which to search, up to the step with the lowest smoothed loss.
+
+    Returns:
+        The rate; None if the loss never falls.
     """
-    finite = [point for point in points if isfinite(point.smoothed)][settling:]
-    least = min(range(len(finite)), key=lambda at: finite[at].smoothed, default=0)
-    falling = finite[: least + 1]
+    finite = [point for point in points if isfinite(point.smoothed)][first_step:]
+    lowest = min(range(len(finite)), key=lambda index: finite[index].smoothed, default=0)
+    falling = finite[: lowest + 1]
     if len(falling) < 3:
         return None
     slopes = np.gradient([point.smoothed for point in falling], np.log([point.rate for point in falling]))
     return falling[int(slopes.argmin())].rate if slopes.min() < 0 else None
 
 
-def told(figures: RateFigures, wish: RateBenchOptions, deck: Deck) -> list[str]:
-    """The table of some of the steps, and what they suggest."""
+def result_lines(figures: RateFigures, options: RateBenchOptions, deck: Deck) -> list[str]:
+    """Return a table with some of the steps, and sentences on the suggested rate."""
     points = figures.points
-    shown = np.unique(np.linspace(0, len(points) - 1, min(_ROWS, len(points))).astype(int)).tolist()
-    least = min(points, key=lambda point: (not isfinite(point.smoothed), point.smoothed))
-    figure = parse_metric_name(deck, wish.figure).title
-    rows = [["step", "rate", figure, "smoothed", ""]]
-    marks = {figures.suggestion: "steepest", least.rate: "lowest"}
-    shown = sorted({*shown, *(number for number, point in enumerate(points) if point.rate in marks)})
-    for number in shown:
-        point = points[number]
+    indices = np.unique(np.linspace(0, len(points) - 1, min(_ROWS, len(points))).astype(int)).tolist()
+    lowest = min(points, key=lambda point: (not isfinite(point.smoothed), point.smoothed))
+    metric = parse_metric_name(deck, options.figure).title
+    rows = [["step", "rate", metric, "smoothed", ""]]
+    marks = {figures.suggestion: "steepest", lowest.rate: "lowest"}
+    indices = sorted({*indices, *(index for index, point in enumerate(points) if point.rate in marks)})
+    for index in indices:
+        point = points[index]
         losses = [f"{each:.4f}" if isfinite(each) else "not finite" for each in (point.loss, point.smoothed)]
-        rows.append([str(number + 1), f"{point.rate:.3g}", *losses, marks.get(point.rate, "")])
+        rows.append([str(index + 1), f"{point.rate:.3g}", *losses, marks.get(point.rate, "")])
     lines = table(rows, (4,))
-    lines += ["", f"{figures.ended} after {len(points)} of {wish.steps} steps" if figures.ended else ""]
+    lines += ["", f"{figures.ended} after {len(points)} of {options.steps} steps" if figures.ended else ""]
     if figures.suggestion is None:
         lines.append(
             "no suggestion: the loss falls at none of these rates (use a lower --from, or more --steps)"
         )
     else:
-        peak, batch = figures.suggestion, deck.batch.global_size
+        rate, batch = figures.suggestion, deck.batch.global_size
         lines.append(
-            f"steepest fall of the loss at rate {peak:.3g}: --set "
-            f"learning_rate.peak={peak_of(deck, peak):.2g}"
+            f"steepest fall of the loss at rate {rate:.3g}: --set "
+            f"learning_rate.peak={peak_for_rate(deck, rate):.2g}"
         )
         if deck.learning_rate.reference_batch:
             lines.append(
                 "(the peak applies to learning_rate.reference_batch = "
                 f"{deck.learning_rate.reference_batch}, not {batch})"
             )
-        lines.append(f"a tenth of the rate with the lowest loss is {least.rate / 10:.3g}")
+        lines.append(f"a tenth of the rate with the lowest loss is {lowest.rate / 10:.3g}")
     return [line for number, line in enumerate(lines) if line or lines[number - 1]]
 
 
-def peak_of(deck: Deck, rate: float) -> float:
-    """The peak of the deck with which its batch has that rate."""
+def peak_for_rate(deck: Deck, rate: float) -> float:
+    """Return the `learning_rate.peak` with which the global batch of the deck is trained at a rate."""
     reference = deck.learning_rate.reference_batch
     return rate * reference / deck.batch.global_size if reference else rate

@@ -220,6 +220,6 @@ def _ratio_factors(figures: Sequence[TrainingFigures]) -> Iterator[str]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least this share of them does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

@@ -48,7 +48,7 @@ def test_all_models_have_about_17_million_parameters(world: World, monkeypatch: 
         shown.update((name, count(ModelShape.of(deck, 512)).parameters) for name, deck in decks.items())
         return [BlocksFigures("llama", 1, [1.0], [1.0], [1.0])]
 
-    monkeypatch.setattr("hpctrain.bench.block_speed.measured", record)
+    monkeypatch.setattr("hpctrain.bench.block_speed.measure_blocks", record)
     bench_blocks(world, ("qwen3", "gemma3"), (), 1, None)
     assert list(shown) == ["qwen3", "gemma3"]
     assert all(16.2e6 < parameters < 17e6 for parameters in shown.values())

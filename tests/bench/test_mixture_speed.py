@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.bench.mixture_speed import _Layers, bench_mixture
+from hpctrain.bench.mixture_speed import _MeasuredLayers, bench_mixture
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -35,7 +35,7 @@ def test_steps_layers_and_exchanges_take_turns(world: World, mpi_tmp_path: Path)
 def test_layers_that_are_compared_multiply_as_much(world: World) -> None:
     """But for the router; and both leave gradients of every weight."""
     deck = small_deck(*MIXTURE, "model.experts.shared=1")
-    layers = _Layers(deck, ModelShape.of(deck, 61), alone(world), torch.device("cpu"))
+    layers = _MeasuredLayers(deck, ModelShape.of(deck, 61), alone(world), torch.device("cpu"))
     dense = 3 * 32 * 3 * 40
     assert layers.flops_ratio == pytest.approx((dense + 4 * 32) / dense)
     layers.mixture()

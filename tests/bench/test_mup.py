@@ -19,12 +19,12 @@ from hpctrain.bench.mup import (
     WidthsFigures,
     bench_mup,
     best_rate,
+    change_width,
     check_coordinates,
-    of_width,
+    measure_spreads,
     rate_rows,
     ratio,
     spread_rows,
-    spreads_of,
     with_base,
 )
 from hpctrain.cli.bench import numbers
@@ -40,7 +40,7 @@ from tests.engines import DECK, LLAMA, small_deck, trainer
 
 def test_a_width_has_more_heads_or_wider_ones() -> None:
     deck = with_base(small_deck(*LLAMA))  # 32 wide, 8 heads of 4, 2 of keys, mlp 48
-    more, wider = (of_width(deck, 64, "mup", wider_heads) for wider_heads in (False, True))
+    more, wider = (change_width(deck, 64, "mup", wider_heads) for wider_heads in (False, True))
     assert (more.model.heads, more.model.key_value_heads, more.model.head_size) == (16, 4, 4)
     assert (wider.model.heads, wider.model.key_value_heads, wider.model.head_size) == (8, 2, 8)
     for each in (more, wider):
@@ -52,15 +52,15 @@ def test_a_width_has_more_heads_or_wider_ones() -> None:
         HpctrainError,
         match=r"--widths: 40: the number of heads must be a whole number \(use a multiple of 16",
     ):
-        of_width(deck, 40, "mup", False)
+        change_width(deck, 40, "mup", False)
     with pytest.raises(HpctrainError, match="--widths: 24: the head size"):
-        of_width(deck, 24, "mup", True)
+        change_width(deck, 24, "mup", True)
 
 
 def test_spreads_are_those_of_what_layers_give(world: World) -> None:
     model = trainer(world, small_deck()).engine.model
     tokens = torch.randint(0, 61, (2, 32))
-    found = spreads_of(model, tokens)
+    found = measure_spreads(model, tokens)
     assert set(found) == set(KINDS)
     with torch.no_grad():
         assert found["logits"] == pytest.approx(float(logits_of(model, tokens).std()), rel=1e-6)

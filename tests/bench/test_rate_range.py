@@ -19,12 +19,12 @@ from hpctrain.bench.rate_range import (
     RatePoint,
     RisingRate,
     bench_rate,
-    centred,
-    diverged,
-    rise,
-    steady,
-    steepest,
-    told,
+    has_diverged,
+    moving_average,
+    result_lines,
+    steepest_rate,
+    train_with_rising_rate,
+    without_schedules,
 )
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
@@ -39,7 +39,7 @@ SGD = ("optimizer.name=sgd", "optimizer.sgd.momentum=0", "optimizer.weight_decay
 
 def test_updates_have_the_rates_that_are_told(world: World) -> None:
     """Of plain SGD an update is as long as the gradient, times the rate; the deck's warm-up is left out."""
-    deck = steady(small_deck(*SGD, "learning_rate.warmup=3"))
+    deck = without_schedules(small_deck(*SGD, "learning_rate.warmup=3"))
     trained = trainer(world.single_rank_world(), deck)
     lengths, norms = [], []
     before = {name: values.clone() for name, values in trained.parameters().items()}
@@ -55,7 +55,7 @@ def test_updates_have_the_rates_that_are_told(world: World) -> None:
         return result
 
     trained.train_step = watched  # type: ignore[assignment]
-    figures = rise(trained, RateBenchOptions(1e-3, 1e-1, 10))
+    figures = train_with_rising_rate(trained, RateBenchOptions(1e-3, 1e-1, 10))
     rates = [point.rate for point in figures.points]
     assert rates == pytest.approx(np.geomspace(1e-3, 1e-1, 10).tolist())
     assert [length / norm for length, norm in zip(lengths, norms, strict=True)] == pytest.approx(
@@ -67,8 +67,11 @@ def test_updates_have_the_rates_that_are_told(world: World) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2"])
 def test_any_layout_finds_the_same(layout: str, world: World) -> None:
-    wish, deck = RateBenchOptions(1e-3, 3.0, 16), steady(small_deck(layout))
-    found, expected = rise(trainer(world, deck), wish), rise(reference(world, deck), wish)
+    wish, deck = RateBenchOptions(1e-3, 3.0, 16), without_schedules(small_deck(layout))
+    found, expected = (
+        train_with_rising_rate(trainer(world, deck), wish),
+        train_with_rising_rate(reference(world, deck), wish),
+    )
     losses = [[point.loss for point in figures.points] for figures in (found, expected)]
     first = slice(0, 8)  # rounding grows with the rate
     assert losses[0][first] == pytest.approx(losses[1][first], rel=1e-4)
@@ -76,8 +79,9 @@ def test_any_layout_finds_the_same(layout: str, world: World) -> None:
 
 
 def test_it_ends_where_the_loss_diverges(world: World) -> None:
-    figures = rise(
-        trainer(world.single_rank_world(), steady(small_deck(*SGD))), RateBenchOptions(1e-2, 1000, 40)
+    figures = train_with_rising_rate(
+        trainer(world.single_rank_world(), without_schedules(small_deck(*SGD))),
+        RateBenchOptions(1e-2, 1000, 40),
     )
     assert "diverged at rate" in figures.ended or "not finite at rate" in figures.ended
     assert len(figures.points) < 40 and figures.suggestion is not None
@@ -91,32 +95,32 @@ def points(losses: list[float]) -> list[RatePoint]:
 def test_the_steepest_descent_is_that_over_the_logarithm() -> None:
     rates = np.arange(41) / 10  # decades
     losses = (5 - 2 / (1 + np.exp(-6 * (rates - 2))) + np.exp(3 * (rates - 3.6))).tolist()
-    assert steepest(points(losses)) == pytest.approx(1e-2)  # the middle of the fall
-    assert steepest(points(losses), settling=10) == pytest.approx(1e-2)
+    assert steepest_rate(points(losses)) == pytest.approx(1e-2)  # the middle of the fall
+    assert steepest_rate(points(losses), first_step=10) == pytest.approx(1e-2)
     noise = np.random.default_rng(1).normal(0, 0.1, 41)
     noisy = [
         RatePoint(p.rate, p.loss, mean)
-        for p, mean in zip(points(losses), centred(losses + noise, 5), strict=True)
+        for p, mean in zip(points(losses), moving_average(losses + noise, 5), strict=True)
     ]
-    assert steepest(noisy, settling=2) == pytest.approx(1e-2, rel=0.7)  # nor does smoothing move it
-    assert steepest(points([1.0, 2.0, 3.0, 4.0])) is None
-    assert steepest(points([3.0, nan])) is None and steepest([]) is None
+    assert steepest_rate(noisy, first_step=2) == pytest.approx(1e-2, rel=0.7)  # nor does smoothing move it
+    assert steepest_rate(points([1.0, 2.0, 3.0, 4.0])) is None
+    assert steepest_rate(points([3.0, nan])) is None and steepest_rate([]) is None
 
 
 def test_smoothed_losses_are_means_around_each() -> None:
-    assert centred([1.0, 2.0, 6.0, 4.0, 9.0], 3) == [1.0, 3.0, 4.0, 19 / 3, 9.0]
-    assert centred([1.0, 2.0], 1) == [1.0, 2.0]
-    assert centred([1.0, 3.0, nan], 3)[:2] == [1.0, 3.0]
+    assert moving_average([1.0, 2.0, 6.0, 4.0, 9.0], 3) == [1.0, 3.0, 4.0, 19 / 3, 9.0]
+    assert moving_average([1.0, 2.0], 1) == [1.0, 2.0]
+    assert moving_average([1.0, 3.0, nan], 3)[:2] == [1.0, 3.0]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_figure_of_a_set_is_that_of_its_evaluation(world: World) -> None:
     """After each step, which it does not change."""
-    deck = steady(small_deck(*SGD))
+    deck = without_schedules(small_deck(*SGD))
     batches = Batches(SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, seed=5), 1)
     trained, other = trainer(world, deck), trainer(world, deck)
     wish = RateBenchOptions(1e-3, 1e-1, 10)
-    figures = rise(trained, wish, judge=lambda: trained.evaluate(batches, 6)["loss"])
+    figures = train_with_rising_rate(trained, wish, evaluate=lambda: trained.evaluate(batches, 6)["loss"])
     expected = []
     other.engine.control.learning_rate = RisingRate(
         **{**vars(other.engine.control.learning_rate), "peak": 1e-3}, factor=1.0
@@ -131,10 +135,10 @@ def test_a_figure_of_a_set_is_that_of_its_evaluation(world: World) -> None:
 
 
 def test_what_diverges_is_far_above_the_least_or_the_first() -> None:
-    assert not diverged([5.0, 4.0, 6.0], 1) and diverged([5.0, 4.0, 6.3], 1)
-    assert diverged([5.0, 1.0, 4.1], 1) and not diverged([5.0, 1.0, 3.9], 1)
-    assert not diverged([5.0, 4.0, 7.0], 2) and diverged([5.0, 4.0, 8.0, 4.0], 2)
-    assert not diverged([-1.0, -2.0, -0.5], 1) and not diverged([5.0], 10)
+    assert not has_diverged([5.0, 4.0, 6.0], 1) and has_diverged([5.0, 4.0, 6.3], 1)
+    assert has_diverged([5.0, 1.0, 4.1], 1) and not has_diverged([5.0, 1.0, 3.9], 1)
+    assert not has_diverged([5.0, 4.0, 7.0], 2) and has_diverged([5.0, 4.0, 8.0, 4.0], 2)
+    assert not has_diverged([-1.0, -2.0, -0.5], 1) and not has_diverged([5.0], 10)
 
 
 def test_the_table_marks_what_counts() -> None:
@@ -142,13 +146,16 @@ def test_the_table_marks_what_counts() -> None:
     figures = RateFigures(
         [*points([5.0, 4.0, 3.0]), RatePoint(9.0, nan, nan)], 10**-3.9, "the loss was not finite"
     )
-    lines = told(figures, RateBenchOptions(), deck)
+    lines = result_lines(figures, RateBenchOptions(), deck)
     assert lines[2].split() == ["2", "0.000126", "4.0000", "4.0000", "steepest"]
     assert lines[3].endswith("lowest") and lines[4].split()[2:] == ["not", "finite", "not", "finite"]
     assert "the loss was not finite after 4 of 100 steps" in lines
     assert "steepest fall of the loss at rate 0.000126: --set learning_rate.peak=0.00025" in lines
     assert any("the peak applies to learning_rate.reference_batch = 16, not 8" in line for line in lines)
-    assert "no suggestion" in told(RateFigures(points([1.0, 2.0]), None, ""), RateBenchOptions(), deck)[-1]
+    assert (
+        "no suggestion"
+        in result_lines(RateFigures(points([1.0, 2.0]), None, ""), RateBenchOptions(), deck)[-1]
+    )
 
 
 def test_the_picture_has_both_losses_and_the_rate() -> None:
