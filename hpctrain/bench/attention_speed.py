@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from hpctrain.bench.measurement import clock, slowest, write_json
+from hpctrain.bench.measurement import clock, publish, slowest
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.choices.function_choice import choose_functions, functions_of
@@ -117,12 +117,8 @@ def bench_attention(world: World, options: AttentionBenchOptions, rounds: int, o
     )
     torch.set_num_threads(1)
     figures = measure_attention(world, size, FORMATS[options.format_name], rounds)
-    with world.agreement():
-        if world.rank == 0:
-            device = gpu_name(world.device) or processor_name()
-            print("\n".join(lines(figures, size, f"{options.format_name}, {device}")), flush=True)
-            if output is not None:
-                write_json(output, [asdict(each) for each in figures])
+    setting = f"{options.format_name}, {gpu_name(world.device) or processor_name()}"
+    publish(world, lines(figures, size, setting), [asdict(each) for each in figures], output)
 
 
 def measure_attention(

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from hpctrain.bench.measurement import clock, slowest, write_json
+from hpctrain.bench.measurement import clock, publish, slowest
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.costs.layer_flops import model_flops
@@ -111,15 +111,10 @@ def bench_blocks(
         }
     torch.set_num_threads(1)
     figures = measure_blocks(world, decks, rounds)
-    with world.agreement():
-        if world.rank == 0:
-            deck = next(iter(decks.values()))
-            device = gpu_name(world.device) or processor_name()
-            tokens = f"{deck.batch.micro_size * deck.batch.sequence:,} tokens"
-            setting = f"{tokens}, {deck.precision.format_name}, {device}"
-            print("\n".join(lines(figures, setting)), flush=True)
-            if output is not None:
-                write_json(output, [asdict(each) for each in figures])
+    deck = next(iter(decks.values()))
+    tokens = f"{deck.batch.micro_size * deck.batch.sequence:,} tokens"
+    setting = f"{tokens}, {deck.precision.format_name}, {gpu_name(world.device) or processor_name()}"
+    publish(world, lines(figures, setting), [asdict(each) for each in figures], output)
 
 
 def measure_blocks(world: World, decks: Mapping[str, Deck], rounds: int) -> list[BlocksFigures]:

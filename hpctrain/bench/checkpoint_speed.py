@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 
-from hpctrain.bench.measurement import seconds_of, slowest, with_vocabulary, write_json
+from hpctrain.bench.measurement import publish, seconds_of, slowest, with_vocabulary
 from hpctrain.bench.peers.collective_calls import start_gloo, stop_gloo
 from hpctrain.bench.peers.torch_checkpoint import TorchCheckpoint
 from hpctrain.bench.plain_files import PeakMemory, drop_from_cache, read_plain, write_plain
@@ -43,7 +43,6 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.report.terminal import stdout_console
 from hpctrain.text import counted, table
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
@@ -150,11 +149,8 @@ def bench_checkpoint(
     if options.dcp:
         stop_gloo()
     rows, training = bench.rows(), bench.training()
-    with world.agreement():
-        if world.rank == 0:
-            _show(deck, world, options, rows, training)
-            if output is not None:
-                write_json(output, {"rows": [asdict(row) for row in rows], "training": asdict(training)})
+    lines = _result_lines(deck, world, options, rows, training)
+    publish(world, lines, {"rows": [asdict(row) for row in rows], "training": asdict(training)}, output)
 
 
 class _CheckpointBench:
@@ -349,39 +345,32 @@ def _bytes(entries: Sequence[TensorRange]) -> int:
     return sum(entry.values.nbytes for entry in entries)
 
 
-def _show(
+def _result_lines(
     deck: Deck,
     world: World,
     options: CheckpointBenchOptions,
     rows: Sequence[CheckpointRow],
     training: TrainingDuringSaves,
-) -> None:
-    console = stdout_console()
-    stored = next(row.bytes for row in rows if row.name == PLAIN_WRITE)
-    console.print(
-        f"{deck.run.title}: checkpoint of {format_bytes(stored)}, {deck.precision.format_name}, "
-        "layout.zero = "
-        f"{deck.layout.zero}, {counted(world.size, 'rank')}, {counted(options.rounds, 'round')}; files "
-        "that are read " + ("may be in the page cache" if options.warm else "are not in the page cache")
-    )
+) -> list[str]:
+    """Return the results as a table with sentences."""
+    stored = format_bytes(next(row.bytes for row in rows if row.name == PLAIN_WRITE))
+    setting = f"{counted(world.size, 'rank')}, {counted(options.rounds, 'round')}"
+    cached = "may be in the page cache" if options.warm else "are not in the page cache"
     head = ["operation", "MB/s", "of plain", "range", "target", "of dcp", "target", "extra memory"]
-    console.print("\n".join(table([head, *map(_cells, rows)])))
     limit = format_bytes(deck.checkpoint.buffer + EXTRA_BYTES, binary=True)
-    console.print(
+    of_collective, slower = training.of_collective, training.slower
+    return [
+        f"{deck.run.title}: checkpoint of {stored}, {deck.precision.format_name}, "
+        f"layout.zero = {deck.layout.zero}, {setting}; files that are read {cached}",
+        *table([head, *map(_cells, rows)]),
         f"{TRAINING}: a background save during training steps; extra memory: peak of a rank above its "
-        "memory before, "
-        f"target {limit} (checkpoint.buffer and 64 MiB)"
-    )
-    console.print(
+        f"memory before, target {limit} (checkpoint.buffer and 64 MiB)",
         f"a background save stops training for {format_seconds(median(training.held_up))}, "
-        f"{median(training.of_collective):.1%} of the time of a collective save "
-        f"({min(training.of_collective):.1%} to {max(training.of_collective):.1%}; "
-        f"target {BLOCKED_TARGET:.0%})"
-    )
-    console.print(
-        f"it takes {median(training.steps):.0f} steps, each {median(training.slower):.2f} times "
-        f"as long as without a save ({min(training.slower):.2f} to {max(training.slower):.2f})"
-    )
+        f"{median(of_collective):.1%} of the time of a collective save "
+        f"({min(of_collective):.1%} to {max(of_collective):.1%}; target {BLOCKED_TARGET:.0%})",
+        f"it takes {median(training.steps):.0f} steps, each {median(slower):.2f} times "
+        f"as long as without a save ({min(slower):.2f} to {max(slower):.2f})",
+    ]
 
 
 def _cells(row: CheckpointRow) -> list[str]:

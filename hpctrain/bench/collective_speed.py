@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from hpctrain.bench.measurement import write_json
+from hpctrain.bench.measurement import publish
 from hpctrain.bench.peers.collective_calls import (
     OPERATIONS,
     CollectiveCall,
@@ -30,26 +30,22 @@ from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.small_messages import SMALL_OPERATIONS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.report.terminal import stderr_console, stdout_console
+from hpctrain.report.terminal import stderr_console
 from hpctrain.text import either, table
 from hpctrain.units import format_bytes, parse_bytes
 
+# Limits of the time relative to that of mpi4py: a ratio from LARGE_BYTES on, and additional seconds below.
 LARGE_BYTES = 64 * 1024
-"""Size from which LARGE_RATIO is the limit."""
 LARGE_RATIO = 1.10
-"""Limit of the time relative to that of mpi4py, for large tensors."""
 SMALL_SECONDS = 15e-6
-"""Limit of the time in addition to that of mpi4py, for small tensors."""
 
+# Least speed through shared memory from HUGE_BYTES on, relative to mpi4py and to gloo (0 for no limit).
 HUGE_BYTES = 64 * 1024 * 1024
-"""Size from which SPEEDS apply."""
 SPEEDS: Mapping[str, tuple[float, float]] = {"all_reduce": (2.5, 4.0), "reduce_scatter": (6.0, 0.0)}
-"""Least speed relative to mpi4py and to gloo through shared memory, by operation; 0 for no limit."""
 
+# Approximate time of all samples of an operation and size, and of a sample, which repeats a fast operation.
 SECONDS_PER_CASE = 0.4
-"""Approximate time of all samples of one operation and size."""
 SECONDS_PER_SAMPLE = 200e-6
-"""Approximate time of a sample, in which a fast operation is repeated."""
 MIN_SAMPLES, MAX_SAMPLES = 7, 400
 
 
@@ -92,8 +88,10 @@ class CollectiveRow:
         return self.hpctrain - self.mpi4py <= SMALL_SECONDS
 
 
-def bench(world: World, operations: str, min_bytes: str, max_bytes: str, gloo: bool) -> list[CollectiveRow]:
-    """Measure operations with sizes that grow by factors of four. Collective.
+def bench_collectives(
+    world: World, operations: str, min_bytes: str, max_bytes: str, gloo: bool, output: Path | None
+) -> None:
+    """Measure operations with sizes that grow by factors of four, and print a table. Collective.
 
     Args:
         world: All ranks.
@@ -101,6 +99,7 @@ def bench(world: World, operations: str, min_bytes: str, max_bytes: str, gloo: b
         min_bytes: Smallest size, with a unit.
         max_bytes: Limit of the largest size, with a unit.
         gloo: Also measure gloo.
+        output: File for the results; None for no file.
 
     Raises:
         HpctrainError: An operation is unknown, a size is wrong, or there is one rank only.
@@ -131,7 +130,8 @@ def bench(world: World, operations: str, min_bytes: str, max_bytes: str, gloo: b
             rows.append(_measure(group, name, size, gloo))
     if gloo:
         stop_gloo()
-    return rows
+    results = {"ranks": world.size, "rows": [asdict(row) for row in rows]}
+    publish(world, result_lines(rows, world.size), results, output)
 
 
 @contextmanager
@@ -199,8 +199,8 @@ def _sample(group: Group, call: CollectiveCall, repeats: int) -> float:
         return (perf_counter() - start) / repeats
 
 
-def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
-    """Print the results as a table, and the number of rows within the limits."""
+def result_lines(rows: Sequence[CollectiveRow], ranks: int) -> list[str]:
+    """Return the results as a table, and the number of rows within the limits."""
     gloo = any(row.gloo is not None for row in rows)
     names = ["operation", "size", "time", "bandwidth", "mpi4py", "bandwidth", "ratio", "more"]
     lines = [[*names, *(["gloo", "ratio"] if gloo else []), ""]]
@@ -225,12 +225,12 @@ def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
             )
         lines.append([*cells, "" if row.within_limits else "over"])
         previous = row.operation
-    console = stdout_console()
-    console.print(f"Collectives of fp32 tensors on {ranks} ranks, median times")
-    console.print("\n".join(table(lines)))
-    console.print(
-        f"Within the limits: {sum(row.within_limits for row in rows)} of {len(rows)} ({_limits(rows)})."
-    )
+    count = sum(row.within_limits for row in rows)
+    return [
+        f"Collectives of fp32 tensors on {ranks} ranks, median times",
+        *table(lines),
+        f"Within the limits: {count} of {len(rows)} ({_limits(rows)}).",
+    ]
 
 
 def _limits(rows: Sequence[CollectiveRow]) -> str:
@@ -245,11 +245,6 @@ def _limits(rows: Sequence[CollectiveRow]) -> str:
             gloo = f" and {1 / over_gloo:.2f} times that of gloo" if over_gloo else ""
             limits.append(f"{name} from {huge}, {1 / over_mpi4py:.2f} times the time of mpi4py{gloo}")
     return "; ".join(limits)
-
-
-def write_rows(rows: Sequence[CollectiveRow], ranks: int, path: Path) -> None:
-    """Write the results as JSON."""
-    write_json(path, {"ranks": ranks, "rows": [asdict(row) for row in rows]})
 
 
 def _microseconds(seconds: float) -> str:

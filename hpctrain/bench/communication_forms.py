@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from hpctrain.bench.measurement import write_json
+from hpctrain.bench.measurement import publish
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
@@ -24,7 +24,6 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.form_alternatives import other_forms
-from hpctrain.report.terminal import stdout_console
 from hpctrain.text import either, table
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.server.server_trainer import new_trainer
@@ -109,11 +108,7 @@ def bench_communication(
             print(f"{name}: validation loss {figures[-1].validation:.4f}", flush=True)
     if not figures:
         raise HpctrainError(f"{path}: supports none of the selected forms of communication")
-    if world.rank == 0:
-        console = stdout_console()
-        console.print("\n".join(table(rows(figures))), markup=False)
-        if output is not None:
-            write_json(output, [asdict(each) for each in figures])
+    publish(world, table(rows(figures)), [asdict(each) for each in figures], output)
     return 0
 
 

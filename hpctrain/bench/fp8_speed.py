@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from hpctrain.bench.measurement import seconds_of, write_json
+from hpctrain.bench.measurement import publish, seconds_of
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
@@ -134,11 +134,8 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
         needed = used + shape.needed_bytes
         require_memory(world, Machine(), f"--shape {shape}", needed, lambda _: "use a smaller shape")
     figures = [each for shape in parsed_shapes for each in measure_shape(world, shape, rounds)]
-    with world.agreement():
-        if world.rank == 0:
-            print("\n".join(lines(figures, gpu_name(world.device) or "CPU")), flush=True)
-            if output is not None:
-                write_json(output, [asdict(each) for each in figures])
+    device = gpu_name(world.device) or "CPU"
+    publish(world, lines(figures, device), [asdict(each) for each in figures], output)
 
 
 def measure_shape(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigures]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.bench.measurement import seconds_of, with_vocabulary, write_json
+from hpctrain.bench.measurement import publish, time_by_turns, with_vocabulary
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.group import Group
@@ -85,26 +85,19 @@ def bench_generate(
     texts = torch.randint(deck.model.vocabulary, (prompts, tokens // 4 + 1), generator=generator)
     methods = _hpctrain_methods(world, deck, texts, tokens)
     methods["transformers, with cache"] = _transformers_method(world, deck, texts, tokens), prompts * tokens
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(rounds + 1):
-        for name in methods if number % 2 else reversed(methods):
-            duration = seconds_of(world, methods[name][0])
-            if number:  # the first round fills caches
-                seconds[name].append(duration)
+    seconds = time_by_turns(world, {name: run for name, (run, _) in methods.items()}, rounds)
     rates = {name: methods[name][1] / median(each) for name, each in seconds.items()}
-    if world.rank == 0:
-        _show(world, rates, prompts, tokens)
-        if output is not None:
-            write_json(output, {"tokens_per_s": rates, "seconds": seconds})
+    heading = f"Generation: {prompts} prompts, {tokens} tokens each, {counted(world.size, 'rank')}"
+    results = {"tokens_per_s": rates, "seconds": seconds}
+    publish(world, [heading, *_rate_table(rates)], results, output)
     return 0
 
 
-def _show(world: World, rates: dict[str, float], prompts: int, tokens: int) -> None:
+def _rate_table(rates: dict[str, float]) -> list[str]:
     first = next(iter(rates.values()))
     rows = [["method", "tokens/s", "of the first"]]
     rows += [[name, f"{rate:.0f}", f"{rate / first:.2f}"] for name, rate in rates.items()]
-    print(f"Generation: {prompts} prompts, {tokens} tokens each, {counted(world.size, 'rank')}")
-    print("\n".join(table(rows)))
+    return table(rows)
 
 
 def _hpctrain_methods(

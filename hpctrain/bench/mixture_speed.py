@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from hpctrain.bench.measurement import seconds_of, with_vocabulary, write_json
+from hpctrain.bench.measurement import publish, time_by_turns, with_vocabulary
 from hpctrain.bench.training_speed import hpctrain_variant, layout_name
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.mesh import Mesh
@@ -90,10 +90,7 @@ def bench_mixture(
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
     figures = _measure(world, deck, steps, rounds)
-    if world.rank == 0:
-        _show(deck, world, figures)
-        if output is not None:
-            write_json(output, asdict(figures))
+    publish(world, _result_lines(deck, world, figures), asdict(figures), output)
     return 0
 
 
@@ -101,38 +98,30 @@ def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigure
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
     mesh = make_mesh(deck, world)
     deck_step = hpctrain_variant(layout_name(mesh), deck, world, mesh).step
-    data_step = None
-    if world.size > 1:
-        plain = on_one_rank(deck)
-        data_mesh = Mesh(world, {"data": world.size} | expert_split(plain))
-        data_step = hpctrain_variant(layout_name(data_mesh), plain, world, data_mesh).step
     passes = deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))
     mixture_layers = sum(shape.is_mixture(index) for index in range(shape.layers))
     layers = _MeasuredLayers(deck, shape, _one_rank_context(world), world.device)
-    exchange = _exchange(deck, shape, mesh, world.device)
-    operations: list[Callable[[], object]] = [deck_step, layers.mixture, layers.dense, exchange]
-    operations += [data_step] if data_step is not None else []
-    seconds: list[list[float]] = [[] for _ in operations]
-    for number in range(rounds + 1):
-        for operation, durations in zip(operations, seconds, strict=True):
-
-            def repeated(operation: Callable[[], object] = operation) -> None:
-                for _ in range(steps):
-                    operation()
-
-            duration = seconds_of(world, repeated) / steps
-            if number:  # the first round fills caches
-                durations.append(duration)
-    step, mixture, dense, exchanges, *data_steps = seconds
-    exchanges = [passes * mixture_layers * each for each in exchanges]
+    operations: dict[str, Callable[[], object]] = {
+        "step": deck_step,
+        "mixture": layers.mixture,
+        "dense": layers.dense,
+        "exchange": _exchange(deck, shape, mesh, world.device),
+    }
+    if world.size > 1:
+        plain = on_one_rank(deck)
+        data_mesh = Mesh(world, {"data": world.size} | expert_split(plain))
+        operations["data"] = hpctrain_variant(layout_name(data_mesh), plain, world, data_mesh).step
+    seconds = time_by_turns(world, operations, rounds, steps)
+    step, data_step = seconds["step"], seconds.get("data")
+    exchanges = [passes * mixture_layers * each for each in seconds["exchange"]]
     return MixtureFigures(
         step,
-        data_steps[0] if data_steps else None,
-        mixture,
-        dense,
+        data_step,
+        seconds["mixture"],
+        seconds["dense"],
         exchanges,
-        _median_ratio(data_steps[0], step) if data_steps else None,
-        _median_ratio(dense, mixture) * layers.flops_ratio,
+        _median_ratio(data_step, step) if data_step is not None else None,
+        _median_ratio(seconds["dense"], seconds["mixture"]) * layers.flops_ratio,
         _median_ratio(exchanges, step),
     )
 
@@ -229,23 +218,26 @@ def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -
     return once
 
 
-def _show(deck: Deck, world: World, figures: MixtureFigures) -> None:
+def _result_lines(deck: Deck, world: World, figures: MixtureFigures) -> list[str]:
+    """Return the results as a table with sentences."""
     tokens = deck.batch.global_size * deck.batch.sequence
-    ranks = counted(world.size, "rank")
-    print(f"{deck.run.title}: {deck.precision.format_name}, {ranks}, {tokens} tokens per step")
-    rows = [["time in ms", "median", "lowest", "highest"]]
-    rows_by_name = {
+    times = {
         "step, experts distributed as in the deck": figures.step_s,
         "step, all experts on every rank": figures.whole_s,
         "mixture layer on one rank": figures.mixture_s,
         "dense layer with as many active features": figures.dense_s,
         "dispatch and combination in a step": figures.exchange_s,
     }
-    for name, seconds in rows_by_name.items():
+    rows = [["time in ms", "median", "lowest", "highest"]]
+    for name, seconds in times.items():
         if seconds is not None:
             rows.append([name, *(f"{1e3 * of(seconds):.1f}" for of in (median, min, max))])
-    print("\n".join(table(rows)))
-    if figures.spread is not None:
-        print(f"tokens/s relative to all experts on every rank: {figures.spread:.1%}")
-    print(f"FLOP/s of the mixture layer relative to the dense layer: {figures.layer:.1%}")
-    print(f"share of dispatch and combination in the step: {figures.exchange:.1%}")
+    relative_speed = f"tokens/s relative to all experts on every rank: {figures.spread or 0:.1%}"
+    return [
+        f"{deck.run.title}: {deck.precision.format_name}, {counted(world.size, 'rank')}, "
+        f"{tokens} tokens per step",
+        *table(rows),
+        *([relative_speed] if figures.spread is not None else []),
+        f"FLOP/s of the mixture layer relative to the dense layer: {figures.layer:.1%}",
+        f"share of dispatch and combination in the step: {figures.exchange:.1%}",
+    ]

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from hpctrain.bench.measurement import with_vocabulary, write_json
+from hpctrain.bench.measurement import publish, with_vocabulary
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -36,7 +36,6 @@ from hpctrain.engine.build import build_engine
 from hpctrain.errors import HpctrainError, require
 from hpctrain.model.block import TransformerBlock
 from hpctrain.model.part import ModelPart, blocks_of, logits_of
-from hpctrain.report.terminal import stdout_console
 from hpctrain.report.widths import draw_widths
 from hpctrain.text import table
 from hpctrain.train.trainer import Trainer
@@ -158,15 +157,11 @@ def bench_mup(
     check_coordinates(world, deck, batches, options, figures)
     if options.rates:
         sweep_rates(world, deck, batches, options, figures)
+    rates = ["", *table(rate_rows(figures))] if options.rates else []
+    publish(world, [*table(spread_rows(figures)), *rates], asdict(figures), output)
     with world.agreement():
-        if world.rank == 0:
-            lines = table(spread_rows(figures))
-            lines += ["", *table(rate_rows(figures))] if options.rates else []
-            stdout_console().print("\n".join(lines), markup=False)
-            if output is not None:
-                write_json(output, asdict(figures))
-            if picture is not None:
-                draw_widths(picture, figures.spread, figures.loss, best_rate)
+        if world.rank == 0 and picture is not None:
+            draw_widths(picture, figures.spread, figures.loss, best_rate)
 
 
 def with_base(deck: Deck) -> Deck:

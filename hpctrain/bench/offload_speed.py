@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from hpctrain.bench.measurement import seconds_of, with_vocabulary, write_json
+from hpctrain.bench.measurement import publish, time_by_turns, with_vocabulary
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
@@ -86,26 +86,21 @@ def bench_offload(
     with world.agreement():
         file = scratch.file("measured", size)
     buffers = [torch.zeros(min(CHUNK_BYTES, size), dtype=torch.uint8) for _ in range(THREADS)]
-    operations: list[tuple[Callable[[], None], list[float]]] = [
-        (lambda: _read_and_write(file, buffers), []),
-        (lambda: memory_engine.stage.optimizer.step(1e-6, 1.0), []),
-        (lambda: file_engine.stage.optimizer.step(1e-6, 1.0), []),
-    ]
-    for number in range(rounds + 1):
-        for run, seconds in operations:
-            duration = seconds_of(world, run)
-            if number:  # the first round fills caches
-                seconds.append(duration)
-    disk, compute, update = (median(seconds) for _, seconds in operations)
-    shares = [(a + b) / c for a, b, c in zip(*(seconds for _, seconds in operations), strict=True)]
-    figures = OffloadFigures(2 * size, disk, compute, update, median(shares))
+    seconds = time_by_turns(
+        world,
+        {
+            "disk": lambda: _read_and_write(file, buffers),
+            "memory": lambda: memory_engine.stage.optimizer.step(1e-6, 1.0),
+            "files": lambda: file_engine.stage.optimizer.step(1e-6, 1.0),
+        },
+        rounds,
+    )
+    shares = [(a + b) / c for a, b, c in zip(*seconds.values(), strict=True)]
+    disk, memory, files = map(median, seconds.values())
+    figures = OffloadFigures(2 * size, disk, memory, files, median(shares))
     scratch.close()
     file_engine.close()
-    with world.agreement():
-        if world.rank == 0:
-            print("\n".join(figures.lines()), flush=True)
-            if output is not None:
-                write_json(output, asdict(figures))
+    publish(world, figures.lines(), asdict(figures), output)
 
 
 def _build_engine(deck: Deck, world: World, device: str) -> Engine:

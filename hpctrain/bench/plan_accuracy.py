@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 import torch
 
-from hpctrain.bench.measurement import write_json
+from hpctrain.bench.measurement import publish
 from hpctrain.bench.training_speed import hpctrain_variant
 from hpctrain.bench.variant_timing import VariantTimes, time_variants
 from hpctrain.comm.world import World
@@ -27,7 +27,7 @@ from hpctrain.plan.calibrate.calibration import CalibrateOptions, measure_machin
 from hpctrain.plan.calibrate.calibration_decks import LARGER, SMALL, measured_decks, of_sizes
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine
 from hpctrain.plan.time.step_plan import plan_step
-from hpctrain.report.terminal import stderr_console, stdout_console
+from hpctrain.report.terminal import stderr_console
 from hpctrain.text import either, table
 from hpctrain.units import format_seconds
 
@@ -124,10 +124,7 @@ def bench_plan(
     for _, names_of_model in groupby(names, lambda name: name.split("-")[0]):
         rows += _measure_steps(world, list(names_of_model), rates, steps, rounds)
         gc.collect()
-    if world.rank == 0:
-        stdout_console().print("\n".join(figure_lines(rows, rates)), markup=False)
-        if output is not None:
-            write_json(output, figures(rows, rates))
+    publish(world, figure_lines(rows, rates), figures(rows, rates), output)
     return 0
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hpctrain.bench.measurement import write_json
+from hpctrain.bench.measurement import publish
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
@@ -31,7 +31,6 @@ from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.errors import HpctrainError, require
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rate import draw_rates
-from hpctrain.report.terminal import stdout_console
 from hpctrain.text import table
 from hpctrain.train.automatic_layout import choose_layout
 from hpctrain.train.server.server_trainer import new_trainer
@@ -189,15 +188,11 @@ def bench_rate(
     for folder in new_folders:
         with suppress(OSError):
             folder.rmdir()
+    publish(world, result_lines(figures, options, deck), asdict(figures), output)
     with world.agreement():
-        if world.rank == 0:
-            stdout_console().print("\n".join(result_lines(figures, options, deck)), markup=False)
-            if output is not None:
-                write_json(output, asdict(figures))
-            if picture is not None:
-                points = figures.points
-                losses = [(each.rate, each.loss, each.smoothed) for each in points]
-                draw_rates(picture, deck.run.title, losses, figures.suggestion, metric.title)
+        if world.rank == 0 and picture is not None:
+            losses = [(each.rate, each.loss, each.smoothed) for each in figures.points]
+            draw_rates(picture, deck.run.title, losses, figures.suggestion, metric.title)
 
 
 def _evaluation(

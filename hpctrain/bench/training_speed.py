@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from hpctrain.bench.measurement import with_vocabulary, write_json
+from hpctrain.bench.measurement import publish, with_vocabulary
 from hpctrain.bench.peers.peer_process import PeerProcess
 from hpctrain.bench.peers.training_peers import TRAINING_PEERS, peer_problems
 from hpctrain.bench.pipeline_prediction import StageProbe
@@ -49,7 +49,6 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.report.terminal import stdout_console
 from hpctrain.text import either
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes
@@ -158,13 +157,9 @@ def bench_train(
     # Activations are measured with a second engine of the deck, which may not fit beside a variant of --only.
     has_activations = options.only is None and deck.model.module is None
     activations = _activations(deck, world, mesh) if has_activations else ""
-    if world.rank == 0:
-        setting = Setting.of(deck, world, peak, gpu_name(world.device) or processor_name(), load)
-        stdout_console().print("\n".join(figure_lines(setting, figures)), markup=False)
-        if activations:
-            print(activations)
-        if output is not None:
-            write_json(output, asdict(setting) | {"rows": [asdict(row) for row in figures]})
+    setting = Setting.of(deck, world, peak, gpu_name(world.device) or processor_name(), load)
+    lines = [*figure_lines(setting, figures), *([activations] if activations else [])]
+    publish(world, lines, asdict(setting) | {"rows": [asdict(row) for row in figures]}, output)
     return 0
 
 

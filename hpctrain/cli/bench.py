@@ -69,15 +69,10 @@ def run_bench(
 @results_option
 def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
     """Measure all collectives, compared with mpi4py on numpy arrays, under mpirun or srun."""
-    from hpctrain.bench.collective_speed import bench, print_rows, write_rows
+    from hpctrain.bench.collective_speed import bench_collectives
 
     def verb(world: World) -> None:
-        rows = bench(world, operations, min_bytes, max_bytes, gloo)
-        with world.agreement():
-            if world.rank == 0:
-                print_rows(rows, world.size)
-                if path is not None:
-                    write_rows(rows, world.size, path)
+        bench_collectives(world, operations, min_bytes, max_bytes, gloo, path)
 
     run_bench(verb, path, device="cpu")
 

@@ -103,7 +103,7 @@ def test_values_do_not_follow_the_width_where_updates_are_of_blocks(world: World
 def test_what_would_be_no_family_of_widths_is_refused_before_anything_is_trained(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], sentence: str
 ) -> None:
-    monkeypatch.setattr("hpctrain.bench.mup._trainer", lambda *_: pytest.fail("was trained"))
+    monkeypatch.setattr("hpctrain.bench.mup._make_trainer", lambda *_: pytest.fail("was trained"))
     (tmp_path / "deck.toml").write_text(DECK)
     (tmp_path / "hf").mkdir()
     config = {
