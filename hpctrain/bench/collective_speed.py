@@ -17,9 +17,7 @@ from hpctrain.bench.measurement import publish
 from hpctrain.bench.peers.collective_calls import (
     OPERATIONS,
     CollectiveCall,
-    gloo_call,
-    group_call,
-    plain_call,
+    calls_by_program,
     start_gloo,
     stop_gloo,
 )
@@ -148,14 +146,7 @@ def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
 def _measure(group: Group, operation: str, size: int, gloo: bool) -> CollectiveRow:
     share = max(1, size // 4 // group.size)
     full, part = (group.empty((count,), torch.float32).zero_() for count in (share * group.size, share))
-    calls = {
-        "hpctrain": group_call(group, operation, full, part),
-        "mpi4py": plain_call(group, operation, full, part),
-    }
-    by_gloo = gloo_call(group, operation, full, part) if gloo else None
-    if by_gloo is not None:
-        calls["gloo"] = by_gloo
-    times = _medians(group, calls)
+    times = _medians(group, calls_by_program(group, operation, full, part, gloo))
     shared = isinstance(group.host, SharedTransport)
     return CollectiveRow(
         operation, full.nbytes, times["hpctrain"], times["mpi4py"], times.get("gloo"), shared

@@ -174,9 +174,7 @@ def bench_rate(
     deck = choose_functions(resolve_vocabulary(without_schedules(deck), corpus), world)
     trainer = new_trainer(world, deck, corpus.train)
     try:
-        evaluate = None
-        if metric.evaluation_set:
-            evaluate = _evaluation(deck, trainer, corpus, metric, options.figure)
+        evaluate = _evaluation(trainer, corpus, metric, options.figure) if metric.evaluation_set else None
         if deck.model.source is not None:
             start_from_source(deck, trainer.engine)
         figures = train_with_rising_rate(trainer, options, world.rank == 0, evaluate)
@@ -195,13 +193,10 @@ def bench_rate(
             draw_rates(picture, deck.run.title, losses, figures.suggestion, metric.title)
 
 
-def _evaluation(
-    deck: Deck, trainer: Trainer, corpus: Corpus, metric: MetricName, name: str
-) -> Callable[[], float]:
+def _evaluation(trainer: Trainer, corpus: Corpus, metric: MetricName, name: str) -> Callable[[], float]:
     """Return a function that evaluates a metric of a held-out set. Collective, as is the function.
 
     Args:
-        deck: The deck.
         trainer: Trainer of the deck.
         corpus: Corpus of the deck.
         metric: The metric.
@@ -210,8 +205,8 @@ def _evaluation(
     Raises:
         HpctrainError: The held-out set does not have the metric.
     """
-    world = trainer.engine.world
-    [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == metric.evaluation_set]
+    held_out_sets = open_held_out(trainer.deck, trainer.engine.world, corpus)
+    [held_out] = [each for each in held_out_sets if each.name == metric.evaluation_set]
     if metric.kind not in held_out.metrics(1.0):
         raise HpctrainError(f"--figure {name}: the number of bytes of text in the set is unknown")
     return lambda: held_out.metrics(trainer.evaluate(held_out.batches, held_out.sequences)["loss"])[

@@ -181,10 +181,8 @@ def _require_tokens(deck: Deck) -> None:
 def _build_variant(name: str, deck: Deck, world: World) -> TimedVariant:
     """Build a variant of hpctrain by its name, one of `TrainingBenchOptions.variant_names`. Collective."""
     if name == "no-sync":
-        one_rank = world.single_rank_world()
-        return hpctrain_variant(
-            name, on_one_rank(deck), one_rank, Mesh(one_rank, {}), world.size, same_training=False
-        )
+        deck, one_rank = on_one_rank(deck), world.single_rank_world()
+        return hpctrain_variant(name, deck, one_rank, Mesh(one_rank, {}), world.size, same_training=False)
     if name == "data-parallel":
         deck = on_one_rank(deck)
         mesh = Mesh(world, {"data": world.size} | expert_split(deck))
@@ -265,7 +263,7 @@ def hpctrain_variant(
         deck: The deck, with a vocabulary.
         world: Ranks that train together.
         mesh: Arrangement of these ranks.
-        share: Number of such worlds. This one trains 1/share of the global batch.
+        share: Number of worlds that divide the global batch. This one trains its 1/share.
         same_training: See TimedVariant.
     """
     assert deck.model.vocabulary is not None
@@ -297,12 +295,8 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     """
     engine = build_engine(deck, world, mesh)
     assert isinstance(engine.model, Transformer)
-    shape, layer_context, micro, dtype = (
-        engine.shape,
-        engine.stage.layer_context,
-        deck.batch.micro_size,
-        engine.model.dtype,
-    )
+    shape, layer_context = engine.shape, engine.stage.layer_context
+    micro, dtype = deck.batch.micro_size, engine.model.dtype
     hidden = engine.model.hidden_shape(micro)
     x = torch.randn(hidden, dtype=dtype, device=world.device, requires_grad=True)
     samples = torch.arange(micro, device=world.device)

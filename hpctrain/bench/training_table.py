@@ -114,10 +114,7 @@ def same_losses(expected: Sequence[float], losses: Sequence[float], deck: Deck) 
     """
     first, later = _ROUNDING[deck.precision.compute]
     limits = [first] + [later] * (len(expected) - 1)
-    return all(
-        abs(one - other) <= limit * abs(one)
-        for one, other, limit in zip(expected, losses, limits, strict=True)
-    )
+    return all(abs(a - b) <= limit * abs(a) for a, b, limit in zip(expected, losses, limits, strict=True))
 
 
 def highest_memory(world: World, resident: int, proportional: int) -> tuple[int, int]:
@@ -206,12 +203,9 @@ def _ratio_factors(figures: Sequence[TrainingFigures]) -> Iterator[str]:
     if NO_SYNC not in rates or PEER_NO_SYNC not in rates:
         return
     computation = [a / b for a, b in zip(rates[NO_SYNC], rates[PEER_NO_SYNC], strict=True)]
+    peers = {name for name, peer in TRAINING_PEERS.items() if peer.axis == "data"} - {PEER_NO_SYNC}
     for row in figures:
-        if (
-            row.name in TRAINING_PEERS
-            and TRAINING_PEERS[row.name].axis == "data"
-            and row.name != PEER_NO_SYNC
-        ):
+        if row.name in peers:
             communication = [ratio / part for ratio, part in zip(row.ratios, computation, strict=True)]
             yield (
                 f"ratio to {row.name} {median(row.ratios):.1%} = computation {median(computation):.1%} "

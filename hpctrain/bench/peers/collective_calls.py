@@ -1,7 +1,6 @@
 """Collective operations by hpctrain, by mpi4py on numpy arrays, and by gloo of torch, on the same memory.
 
-`group_call`, `plain_call` and `gloo_call` return a function that performs an operation once.
-Their `full` is the complete tensor, and `part` is the equal share of one rank.
+In this module, `full` is the complete tensor of an operation, and `part` is the equal share of one rank.
 """
 
 from __future__ import annotations
@@ -34,7 +33,37 @@ OPERATIONS = (
 )
 
 
-def group_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall:
+def start_gloo(world: World) -> None:
+    """Create the default process group of torch, whose store has its address sent by MPI. Collective."""
+    port = 0
+    if world.rank == 0:
+        store = TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False)
+        port = store.port
+    host, port = world.everyone.broadcast_object((world.hostname, port))
+    if world.rank != 0:
+        store = TCPStore(host, port, world.size, False)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+
+
+def stop_gloo() -> None:
+    """Destroy the default process group of torch."""
+    torch.distributed.destroy_process_group()
+
+
+def calls_by_program(
+    group: Group, operation: str, full: Tensor, part: Tensor, gloo: bool
+) -> dict[str, CollectiveCall]:
+    """Return an operation by each program that has it; `gloo` requires `start_gloo`."""
+    calls = {
+        "hpctrain": _group_call(group, operation, full, part),
+        "mpi4py": _plain_call(group, operation, full, part),
+    }
+    by_gloo = _gloo_call(group, operation, full, part) if gloo else None
+    return calls if by_gloo is None else calls | {"gloo": by_gloo}
+
+
+def _group_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall:
     """Return an operation by a Group of hpctrain."""
     root = group.rank == 0
     other = torch.zeros_like(full) if operation == "all_to_all" else full
@@ -54,7 +83,7 @@ def group_call(group: Group, operation: str, full: Tensor, part: Tensor) -> Coll
     return calls[operation]
 
 
-def plain_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall:
+def _plain_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall:
     """Return an operation by mpi4py on numpy arrays of the same memory."""
     communicator, root = communicator_of(group.objects), group.rank == 0
     array, piece = full.numpy(), part.numpy()
@@ -77,25 +106,7 @@ def plain_call(group: Group, operation: str, full: Tensor, part: Tensor) -> Coll
     return calls[operation]
 
 
-def start_gloo(world: World) -> None:
-    """Create the default process group of torch, whose store has its address sent by MPI. Collective."""
-    port = 0
-    if world.rank == 0:
-        store = TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False)
-        port = store.port
-    host, port = world.everyone.broadcast_object((world.hostname, port))
-    if world.rank != 0:
-        store = TCPStore(host, port, world.size, False)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-
-
-def stop_gloo() -> None:
-    """Destroy the default process group of torch."""
-    torch.distributed.destroy_process_group()
-
-
-def gloo_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall | None:
+def _gloo_call(group: Group, operation: str, full: Tensor, part: Tensor) -> CollectiveCall | None:
     """Return an operation by gloo after `start_gloo`; None if gloo does not have it."""
     gloo, root = torch.distributed, group.rank == 0
     pieces = list(full.chunk(group.size))

@@ -37,10 +37,7 @@ is True for the last micro-batch of a step."""
 SumSquares = Callable[[Tensor], Tensor]
 """Function that adds up the squared norms of the gradients of all ranks."""
 
-_HPCTRAIN_NAMES = {
-    "embedding.weight": "embedding.tokens.weight",
-    "positions.weight": "embedding.positions.weight",
-}
+_RENAMES = {"embedding.weight": "embedding.tokens.weight", "positions.weight": "embedding.positions.weight"}
 _TABLES = ("embedding.", "head.")
 _RESIDUAL = ("attention.output.weight", "feed_forward.down.weight")
 
@@ -136,7 +133,7 @@ class TorchTraining:
             return "embedding.tokens.weight"
         kind, _, rest = name.partition(".")
         if kind != "blocks":
-            return _HPCTRAIN_NAMES.get(name, name)
+            return _RENAMES.get(name, name)
         index, _, rest = rest.partition(".")
         return f"blocks.{first_block + int(index)}.{rest}"
 
