@@ -70,8 +70,8 @@ def bench_communication(
     only: Sequence[str],
     variants: Sequence[str],
     output: Path | None,
-) -> int:
-    """Train a deck with each form of communication, print a table, and return the exit code. Collective.
+) -> None:
+    """Train a deck with each form of communication, and print a table. Collective.
 
     Args:
         world: All ranks.
@@ -109,7 +109,6 @@ def bench_communication(
     if not figures:
         raise HpctrainError(f"{path}: supports none of the selected forms of communication")
     publish(world, table(rows(figures)), [asdict(each) for each in figures], output)
-    return 0
 
 
 def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[str, ...]) -> FormFigures:

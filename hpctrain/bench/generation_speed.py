@@ -53,8 +53,8 @@ def bench_generate(
     tokens: int,
     rounds: int,
     output: Path | None,
-) -> int:
-    """Measure the continuation of random prompts, print a table, and return the exit code. Collective.
+) -> None:
+    """Measure the continuation of random prompts, and print a table. Collective.
 
     Args:
         world: All ranks.
@@ -90,7 +90,6 @@ def bench_generate(
     heading = f"Generation: {prompts} prompts, {tokens} tokens each, {counted(world.size, 'rank')}"
     results = {"tokens_per_s": rates, "seconds": seconds}
     publish(world, [heading, *_rate_table(rates)], results, output)
-    return 0
 
 
 def _rate_table(rates: dict[str, float]) -> list[str]:

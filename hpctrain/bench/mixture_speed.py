@@ -66,8 +66,8 @@ class MixtureFigures:
 
 def bench_mixture(
     world: World, path: Path, overrides: Sequence[str], steps: int, rounds: int, output: Path | None
-) -> int:
-    """Measure the mixture layers of a deck on random tokens, print a table, return the exit code. Collective.
+) -> None:
+    """Measure the mixture layers of a deck on random tokens, and print a table. Collective.
 
     Args:
         world: All ranks.
@@ -91,7 +91,6 @@ def bench_mixture(
     world.use_device(deck.run.device, deck.machine.deterministic)
     figures = _measure(world, deck, steps, rounds)
     publish(world, _result_lines(deck, world, figures), asdict(figures), output)
-    return 0
 
 
 def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigures:

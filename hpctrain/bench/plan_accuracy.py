@@ -94,8 +94,8 @@ def deck_named(name: str) -> Deck:
 
 def bench_plan(
     world: World, machine: str | None, only: Sequence[str], steps: int, rounds: int, output: Path | None
-) -> int:
-    """Predict and measure the steps of decks, print a table, and return the exit code. Collective.
+) -> None:
+    """Predict and measure the steps of decks, and print a table. Collective.
 
     Args:
         world: All ranks, which must be RANKS.
@@ -125,7 +125,6 @@ def bench_plan(
         rows += _measure_steps(world, list(names_of_model), rates, steps, rounds)
         gc.collect()
     publish(world, figure_lines(rows, rates), figures(rows, rates), output)
-    return 0
 
 
 def _measure_rates(world: World) -> MachineRates:

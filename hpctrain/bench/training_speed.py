@@ -101,8 +101,8 @@ class TrainingBenchOptions:
 
 def bench_train(
     world: World, path: Path, overrides: Sequence[str], options: TrainingBenchOptions, output: Path | None
-) -> int:
-    """Measure the training step of a deck on random tokens, print tables, return the exit code. Collective.
+) -> None:
+    """Measure the training step of a deck on random tokens, and print tables. Collective.
 
     Args:
         world: All ranks.
@@ -160,7 +160,6 @@ def bench_train(
     setting = Setting.of(deck, world, peak, gpu_name(world.device) or processor_name(), load)
     lines = [*figure_lines(setting, figures), *([activations] if activations else [])]
     publish(world, lines, asdict(setting) | {"rows": [asdict(row) for row in figures]}, output)
-    return 0
 
 
 def _require_tokens(deck: Deck) -> None:

@@ -32,26 +32,24 @@ device_option = click.option("--device", default="auto", show_default=True, help
 results_option = click.option("--json", "path", type=PATH, help="Also write the results to this file.")
 
 
-def run_bench(
-    measure: Callable[[World], int | None], *files: Path | None, device: str | None = None
-) -> NoReturn:
+def run_bench(measure: Callable[[World], None], *files: Path | None, device: str | None = None) -> NoReturn:
     """Run a benchmark on all ranks after rank 0 has checked its output files. Collective.
 
     Args:
-        measure: Function that measures, and returns the exit code; None means 0.
+        measure: Function that measures and prints the results.
         files: Files for the results; None for one that is not written.
         device: Device, as `run_verb` takes it.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.files import require_writable
 
-    def verb(world: World) -> int | None:
+    def verb(world: World) -> None:
         world.ledger.activity = "measuring"
         with world.agreement():
             for file in files if world.rank == 0 else ():
                 if file is not None:
                     require_writable(file)
-        return measure(world)
+        measure(world)
 
     run_verb(verb, device)
 

@@ -23,7 +23,7 @@ def test_all_are_timed_in_turns(
     if world.rank == 0:
         deck.write_text(DECK)
     world.everyone.barrier()
-    assert bench_generate(world, deck, family, prompts=5, tokens=8, rounds=2, output=figures) == 0
+    bench_generate(world, deck, family, prompts=5, tokens=8, rounds=2, output=figures)
     world.everyone.barrier()
     found = json.loads(figures.read_text())
     assert len(found["tokens_per_s"]) == 4

