@@ -97,7 +97,7 @@ def causal_model_keys(config: Mapping[str, Any], where: str) -> dict[str, object
         "model.plan": MODEL_PLAN if getattr(module, "tp_plan", None) else None,
         "model.buffers": "first" if any(name in state for name, _ in module.named_buffers()) else None,
         "model.vocabulary": getattr(text_config, "vocab_size", None),
-        "batch.sequence": _longest_sequence(module),
+        "batch.sequence": _longest_sequence(module, where),
     }
     return {key: value for key, value in keys.items() if value is not None}
 
@@ -287,10 +287,13 @@ def _class_problems(config: Mapping[str, Any], known: tuple[str, ...], version: 
         yield "quantization_config: quantized weights are unsupported (use the folder in bf16 or fp32)"
 
 
-def _longest_sequence(module: nn.Module) -> int | None:
+def _longest_sequence(module: nn.Module, where: str) -> int | None:
     """Return the number of tokens of the longest sequence of a model; None if it has no limit.
 
     Positions that follow a padding index, as those of RoBERTa, cannot use the embeddings up to this index.
+
+    Raises:
+        HpctrainError: They leave no position. -1 stands for the last one.
     """
     config: Any = cast(Any, module).config.get_text_config()
     lengths = (getattr(config, key, None) for key in _LENGTHS)
@@ -300,9 +303,13 @@ def _longest_sequence(module: nn.Module) -> int | None:
     tokens = cast(Any, module).get_input_embeddings()
     embeddings = (each for each in module.modules() if isinstance(each, nn.Embedding) and each is not tokens)
     positions = (each for each in embeddings if each.num_embeddings == length)
-    return length - max(
-        (each.padding_idx + 1 for each in positions if each.padding_idx is not None), default=0
-    )
+    unused = max((each.padding_idx + 1 for each in positions if each.padding_idx is not None), default=0)
+    if unused >= length:
+        raise HpctrainError(
+            f"{where}: pad_token_id = {config.pad_token_id}: positions of this model begin after this index, "
+            f"so none of its {length} positions is left"
+        )
+    return length - unused
 
 
 def _block_pattern(module: nn.Module) -> str | None:

@@ -106,6 +106,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma4_text", "num_hidden_layers": 1, "use_bidirectional_attention": "all"},
         "is_causal = False: this Gemma4ForCausalLM is an encoder",
     ),
+    "no positions after padding": (
+        {"model_type": "roberta", "is_decoder": True, "num_hidden_layers": 1, "pad_token_id": -1},
+        "pad_token_id = -1: positions of this model begin after this index, so none of its 512",
+    ),
     "cross-attention": (
         {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
         "add_cross_attention = True: attention to an encoder is unsupported; let transformers load it with",
