@@ -137,8 +137,9 @@ def _scaled_context(scaling: RopeScaling, longest: int) -> int:
 
 
 def _context_keys(architecture: HuggingFaceArchitecture, config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of config.json that hold the context length; older GPT-2 files have two."""
-    return [architecture.files.config_sizes["sequence"][0], *(key for key in ("n_ctx",) if key in config)]
+    """Return the keys of config.json that hold the context length; GPT-2 files may have several."""
+    others = [key for key in ("n_ctx", "max_position_embeddings") if key in config]
+    return [architecture.files.config_sizes["sequence"][0], *others]
 
 
 def _imported_config(imported: Mapping[str, Any], architecture: HuggingFaceArchitecture) -> dict[str, Any]:

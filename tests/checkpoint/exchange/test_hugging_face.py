@@ -382,6 +382,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("gpt2", "n_layer", 10**9, "n_layer = 1000000000: must be a whole number from 1 to"),
         ("gpt2", "n_layer", 50_000, "n_layer = 50000: describes more layers than there are, since the files"),
         ("gpt2", "n_head", 5, "n_head = 5: must divide n_embd = 32"),
+        ("gpt2", "num_attention_heads", 8, "num_attention_heads = 8: transformers computes with it in place"),
         ("gpt2", "n_embd", True, "n_embd = True: must be a whole number"),
         ("gpt2", "layer_norm_epsilon", -1, "layer_norm_epsilon = -1: must be a number above 0"),
         ("gpt2", "tie_word_embeddings", "yes", "tie_word_embeddings = 'yes': must be true or false"),

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.exchange.quantization import quantization_problems
 from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.families.computation_keys import computation_keys, ignored_key_problem
-from hpctrain.deck.family import AttentionBias, ConfigKey, MixtureFiles
+from hpctrain.deck.family import AttentionBias, ConfigKey, MixtureFiles, ModelType
 from hpctrain.deck.sections.experts import ExpertsTable, has_experts
 from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
@@ -108,6 +108,7 @@ class _ConfigReader:
         for key, (supported, default) in files.required_values.items():
             if (value := config.get(key, default)) != supported:
                 self.problem(key, value, f"unsupported; expected {supported!r} for {files.model_type}")
+        self.refuse_other_sizes()
         if not config.get("is_causal", True):
             message = "unsupported: predictions would depend on later tokens"
             self.problem("is_causal", config["is_causal"], message)
@@ -119,6 +120,17 @@ class _ConfigReader:
                 self.problem(key, value, ignored_key_problem(files.model_type))
         for problem in quantization_problems(config, files.quantization):
             self.problem(*problem)
+
+    def refuse_other_sizes(self) -> None:
+        """Report usual names of sizes that `transformers` reads in place of this architecture's own names."""
+        usual_names = ModelType.size_keys[1:-1]  # no class has other names for the first and the last one
+        for usual, (own, default) in zip(
+            usual_names, list(self.files.config_sizes.values())[1:-1], strict=True
+        ):
+            value, used = self.config.get(usual), self.config.get(own, default)
+            if value not in (None, used):
+                message = f"transformers computes with it in place of {own} = {used}; write it as {own}"
+                self.problem(usual, value, message)
 
     def head_sizes(self, heads: int) -> dict[str, Any]:
         """Return the fields of key-value heads and of the width of heads."""
