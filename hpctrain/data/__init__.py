@@ -1,6 +1,6 @@
-"""Text to token files, and token files to the micro-batches of a step.
+"""Token files made from text, and the micro-batches of a step that are read from them.
 
-`prepare` turns text into one HDF5 token file (`tokens`, with its `tokenizer`), in parallel over the
-ranks. `order` says which sequence comes when, and `batches` reads the micro-batches of a data rank:
-both are functions of the seed and of the sample's position alone, never of the layout.
+`prepare_text` tokenizes text on all ranks and writes an HDF5 token file (`tokens`), which contains the
+tokenizer (`tokenizer`). `order` determines the sequence at each position, and `batches` reads the
+micro-batches of a data rank. Both depend only on the seed and the position of a sample, never on the layout.
 """

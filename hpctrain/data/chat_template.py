@@ -116,7 +116,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], prompt: bool = False, tools: Any = None
     ) -> tuple[str, list[Range]]:
-        """Render messages, with `prompt` up to where an assistant goes on.
+        """Render messages, with `prompt` up to where the assistant answers.
 
         Returns:
             The text, and the ranges of it that the template itself marks as generated.

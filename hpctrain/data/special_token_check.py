@@ -1,4 +1,4 @@
-"""Checks of the special tokens that the files beside a tokenizer name.
+"""Checks of the special tokens that the files next to a tokenizer name.
 
 `eos_token` decides which token ends a document. `eos_token_id` and `bos_token_id` belong to the model, and
 often contradict it, for example in folders whose tokenizer was replaced.
@@ -88,9 +88,9 @@ def _id_warnings(
     right = {ids[text] for text in settings.tokens_of(role) if text in ids}
     if right and numbers and not right & set(numbers) and set(numbers) <= set(control):
         tokens = ", ".join(map(repr, settings.tokens_of(role)))
-        found = ", ".join(repr(texts[number]) for number in numbers)
+        names = ", ".join(repr(texts[number]) for number in numbers)
         use = "generated text ends at either" if is_end else "chat templates receive the latter"
-        yield f"{title} is {found}, but {role} is {tokens}: {use}"
+        yield f"{title} is {names}, but {role} is {tokens}: {use}"
 
 
 def _as_json(value: Any) -> str:

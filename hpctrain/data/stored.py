@@ -19,7 +19,7 @@ BLOCK = 1 << 20
 
 
 def require_range(start: int, count: int, size: int) -> None:
-    """Raise an IndexError unless `count` elements from `start` on lie within an array of `size` elements."""
+    """Raise an IndexError unless `count` elements from `start` on are within an array of `size` elements."""
     if not 0 <= start <= start + count <= size:
         raise IndexError(f"elements [{start}, {start + count}) are out of range [0, {size})")
 

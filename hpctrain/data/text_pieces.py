@@ -202,7 +202,7 @@ def _read_stream(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes
 def _read_lines(
     file: BufferedIOBase, piece: TextPiece, text_key: str, complain: Complaint
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the documents of the lines that begin in the piece, or of all rows of a whole file."""
+    """Yield the documents of the lines that begin in the piece, or of all rows of a file of one piece."""
     for row in _json_rows(file, piece, complain):
         content = row.value.get(text_key) if isinstance(row.value, dict) else None
         half = HALF.search(content) if isinstance(content, str) else None
