@@ -27,7 +27,7 @@ from hpctrain.checkpoint.retention import is_complete
 from hpctrain.checkpoint.stored_deck import stored_deck, stored_deck_text
 from hpctrain.checkpoint.tensor_ranges import Index, TensorBox, row_major
 from hpctrain.checkpoint.tensor_source import TensorSource
-from hpctrain.checkpoint.verify_checksums import damage_message
+from hpctrain.checkpoint.verify_checksums import require_checksums
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -271,9 +271,7 @@ class LazyTensor:
             self._source.read(words, stored.offset)
             sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
             checksum.add(sums, words, (0,), (stored.elements,), (stored.elements,))
-            damaged = np.flatnonzero(sums != self._sums[stored.pieces])
-            if len(damaged):
-                raise InputOutputError(damage_message(self._source.path, stored, damaged.tolist()))
+            require_checksums(self._source.path, stored, sums, self._sums[stored.pieces])
         return tensor
 
     def numpy(self) -> NDArray[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import raise_on_all_ranks, shorten_problems
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
+from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.tensor_source import open_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
@@ -65,6 +66,12 @@ def verify_pieces(
             of_datasets = [(structure.datasets[name], numbers) for name, numbers in damaged.items()]
             problems = [damage_message(structure.path, *each) for each in of_datasets]
             raise InputOutputError(shorten_problems(problems))
+
+
+def require_checksums(path: Path, stored: StoredTensor, sums: Sums, expected: Sums) -> None:
+    """Raise InputOutputError if the checksums of a dataset of a file are not the expected ones."""
+    if len(damaged := np.flatnonzero(sums != expected)):
+        raise InputOutputError(damage_message(path, stored, damaged.tolist()))
 
 
 def damage_message(path: Path, stored: StoredTensor, pieces: Sequence[int]) -> str:

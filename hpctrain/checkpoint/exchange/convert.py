@@ -40,7 +40,12 @@ from hpctrain.checkpoint.exchange.module_exchange import (
 )
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_deck
 from hpctrain.checkpoint.exchange.prediction_modules import copied_tensors
-from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
+from hpctrain.checkpoint.exchange.prepared_export import (
+    PreparedExport,
+    convert_values,
+    export_dtype,
+    stored_sources,
+)
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     NAMES,
@@ -68,6 +73,7 @@ from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state, tokenizer_state
 from hpctrain.checkpoint.tensor_ranges import Index, TensorRange, flat_range_boxes
 from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource, open_tensors
+from hpctrain.checkpoint.verify_checksums import require_checksums
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import TOKENIZER_FILE
@@ -75,7 +81,7 @@ from hpctrain.data.tokenizer_settings import MODEL_CONFIG
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError
 from hpctrain.files import check_output, delete_folder, files_named, flush_to_disk
 from hpctrain.memory.scratch import Flat, ScratchSlice
 from hpctrain.model.count import count
@@ -92,9 +98,6 @@ _OWN_FILE = files_named(
     r"(generation_)?config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.jinja"
     r"|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
-
-_MOST_TOKENS = 1 << 32
-"""Bound for the tokens of a tokenizer if the size of the vocabulary is unknown."""
 
 MODEL_ONLY = "model_only"
 """Key of the state that is true in a checkpoint without training state."""
@@ -244,7 +247,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         else:
             model.require_equal_copies(group.rank, group.size)
             deck, description = _model_deck(model.shape, out, folder), _describe(model.shape)
-        text, settings, missing = tokenizer_of_folder(folder, deck.model.vocabulary or _MOST_TOKENS)
+        text, settings, missing = tokenizer_of_folder(folder, deck.model.vocabulary)
         if text is None:
             refuse_damaged_tokenizer(folder)
         warnings = [] if text is None else import_warnings(text, settings, folder)
@@ -386,10 +389,7 @@ class _ExportedTensors:
                     values = values.float() * self.factors[part.dataset]
                 if adapter is not None:
                     values = self.merge.add_update(values, first - part.first, adapter)
-                converted = values.to(dtype)
-                if dtype == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
-                    problem = "has values beyond the range of fp16; use --dtype bf16 or fp32"
-                    raise HpctrainError(f"{structure.path}: {stored.dataset}: {problem}")
+                converted = convert_values(values, dtype, f"{structure.path}: {stored.dataset}")
                 shape = piece.local[len(part.index) :]
                 words = converted.view(bits).numpy().view(view.dtype).reshape(shape)
                 target[part.rows(first - part.first, shape[0])] = words
@@ -412,11 +412,8 @@ def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int
 def _compare(structure: CheckpointIndex, datasets: Iterable[StoredTensor], totals: Sums) -> None:
     """Raise InputOutputError if datasets, as all ranks have read them, differ from their checksums."""
     for stored in datasets:
-        at = stored.pieces
-        sums = totals[at] + checksum.seeds(stored.dataset, stored.kind, stored.shape)
-        if not np.array_equal(sums, structure.sums[at]):
-            problem = "is damaged: it differs from its checksums"
-            raise InputOutputError(f"{structure.path}: {stored.dataset} {problem}")
+        sums = totals[stored.pieces] + checksum.seeds(stored.dataset, stored.kind, stored.shape)
+        require_checksums(structure.path, stored, sums, structure.sums[stored.pieces])
 
 
 def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,8 +12,8 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.tensor_ranges import TensorRange
 from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource
+from hpctrain.checkpoint.verify_checksums import require_checksums
 from hpctrain.deck.sections.adapters import Adapters
-from hpctrain.errors import InputOutputError
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import MASTER, MODEL
 
@@ -72,7 +71,5 @@ class AdapterMerge:
         values = torch.empty(shard.elements, dtype=getattr(torch, stored.kind))
         sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
         source.fill([ReadRequest(TensorRange(stored.dataset, shard, values), stored, sums)])
-        if not np.array_equal(sums, self.structure.sums[stored.pieces]):
-            damage = "is damaged: it differs from its checksums"
-            raise InputOutputError(f"{self.structure.path}: {stored.dataset} {damage}")
+        require_checksums(self.structure.path, stored, sums, self.structure.sums[stored.pieces])
         return values.float().view(stored.shape)

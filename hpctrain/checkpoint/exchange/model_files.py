@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
@@ -35,6 +36,9 @@ _NOT_EXPORTED = (
 )
 """Keys of an imported config.json that do not hold for the exported files, such as their code and format."""
 
+_DEFAULT_GENERATION: Mapping[str, Any] = MappingProxyType({"_from_model_config": True})
+"""Content of the generation_config.json of a model that was imported without one."""
+
 
 def model_files(
     shape: ModelShape, dtype: str, settings: TokenizerSettings, tokenizer: Tokenizer | None
@@ -42,10 +46,10 @@ def model_files(
     """Return the text of each exported file other than the weights, by file name.
 
     Args:
-        shape: shape of the model.
+        shape: Shape of the model.
         dtype: dtype of the exported tensors, such as "float32".
-        settings: settings that were imported with the model, with the changes that training made to them.
-        tokenizer: the tokenizer; None if the checkpoint has none.
+        settings: Settings that were imported with the model, with the changes that training made to them.
+        tokenizer: The tokenizer; None if the checkpoint has none.
 
     Raises:
         HpctrainError: `transformers` has no such model.
@@ -65,10 +69,7 @@ def model_files(
     config |= dict.fromkeys(_context_keys(architecture, config), context)
     files: dict[str, Any] = {MODEL_CONFIG: config}
     if shape.head == "vocabulary":
-        imported_generation = settings.file(GENERATION_CONFIG)
-        generation = {key: v for key, v in imported_generation.items() if key not in _NOT_EXPORTED}
-        files[GENERATION_CONFIG] = ({} if generation else {"_from_model_config": True}) | generation
-        files[GENERATION_CONFIG] |= ids[GENERATION_CONFIG]
+        files[GENERATION_CONFIG] = _generation_config(settings) | ids[GENERATION_CONFIG]
     if tokenizer is not None:
         files |= tokenizer_files(
             tokenizer, context, imported.get(architecture.files.config_sizes["sequence"][0])
@@ -93,17 +94,21 @@ def module_files(
         sequence: Tokens of a sequence in training.
     """
     ids = _special_ids_by_file(settings, tokenizer)
-    imported = {
-        key: value for key, value in settings.file(GENERATION_CONFIG).items() if key not in _NOT_EXPORTED
-    }
-    generation = ({} if imported else {"_from_model_config": True}) | imported
+    generation = _generation_config(settings)
+    has_ids = generation != _DEFAULT_GENERATION or settings.ends
     files: dict[str, Any] = {
         MODEL_CONFIG: {**config, "dtype": dtype, **(ids[MODEL_CONFIG] if settings.ends else {})},
-        GENERATION_CONFIG: generation | (ids[GENERATION_CONFIG] if imported or settings.ends else {}),
+        GENERATION_CONFIG: generation | (ids[GENERATION_CONFIG] if has_ids else {}),
     }
     if tokenizer is not None:
         files |= tokenizer_files(tokenizer, max(sequence, settings.context), sequence)
     return {name: each if isinstance(each, str) else _json(each) for name, each in files.items()}
+
+
+def _generation_config(settings: TokenizerSettings) -> dict[str, Any]:
+    """Return the imported generation_config.json without keys that are not exported, or the default one."""
+    values = settings.file(GENERATION_CONFIG).items()
+    return {key: value for key, value in values if key not in _NOT_EXPORTED} or dict(_DEFAULT_GENERATION)
 
 
 def context_length(

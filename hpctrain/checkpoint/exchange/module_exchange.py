@@ -25,7 +25,12 @@ from hpctrain.checkpoint.exchange.module_tensors import (
     parameter_names,
     state_shapes,
 )
-from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
+from hpctrain.checkpoint.exchange.prepared_export import (
+    PreparedExport,
+    convert_values,
+    export_dtype,
+    stored_sources,
+)
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
     NewTensor,
@@ -39,7 +44,6 @@ from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_key, toml_value
-from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.causal_model import build_causal_model, model_title, stored_config
 from hpctrain.model.modules.forward_check import require_forward
 from hpctrain.parallel.shards import Shard
@@ -232,13 +236,7 @@ def _copy_box(
             part.source_shape or (1,),
         )
         source.fill([ReadRequest(TensorRange(stored.dataset, shard, values), stored, sums[stored.pieces])])
-        converted = part.arrange(values.view(part.source_shape)).to(dtype)
-        if dtype == torch.float16 and not torch.equal(
-            converted.isfinite(), values.view(converted.shape).isfinite()
-        ):
-            raise HpctrainError(
-                f"{stored.dataset}: has values beyond the range of fp16; use --dtype bf16 or fp32"
-            )
+        converted = convert_values(part.arrange(values.view(part.source_shape)), dtype, stored.dataset)
         view[part.slices((0,) * view.ndim)] = converted.contiguous().view(bits).numpy().view(view.dtype)
 
 

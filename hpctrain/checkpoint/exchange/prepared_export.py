@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hpctrain.checkpoint.agree import first_difference
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
@@ -15,6 +16,7 @@ from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.safetensors_folder import NAMES, NewTensor
 from hpctrain.checkpoint.tensor_ranges import Index
 from hpctrain.checkpoint.tensor_source import TensorSource
+from hpctrain.errors import HpctrainError
 from hpctrain.model.precision import DTYPES
 
 CopyTensor = Callable[[TensorSource, str, NDArray[Any], Sums], None]
@@ -51,6 +53,18 @@ def export_dtype(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
     kinds = {stored.kind for name, stored in structure.datasets.items() if name.startswith("/model/")}
     kind = getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
     return kind if kind in NAMES else torch.float32
+
+
+def convert_values(values: Tensor, dtype: torch.dtype, place: str) -> Tensor:
+    """Return exported values in another dtype.
+
+    Raises:
+        HpctrainError: Values are beyond the range of fp16. The message begins with `place`.
+    """
+    converted = values.to(dtype)
+    if dtype == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
+        raise HpctrainError(f"{place}: has values beyond the range of fp16; use --dtype bf16 or fp32")
+    return converted
 
 
 def stored_sources(

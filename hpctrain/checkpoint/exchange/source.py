@@ -278,15 +278,11 @@ def source_state(path: Path, vocabulary: int | None) -> dict[str, Any]:
         HpctrainError: A checkpoint cannot be read.
     """
     if path.is_dir():
-        text, settings, _ = tokenizer_of_folder(path, vocabulary or _MOST_TOKENS)
+        text, settings, _ = tokenizer_of_folder(path, vocabulary)
         return tokenizer_state(text, settings)
     if not _is_checkpoint(path) or path.suffix == ".safetensors":
         return tokenizer_state(None, TokenizerSettings())
     return dict(examine(path).state)
-
-
-_MOST_TOKENS = 1 << 32
-"""Bound for the tokens of a tokenizer if the size of the vocabulary is unknown."""
 
 
 def training_note(path: Path, dropout: float = 0.0) -> str:
@@ -457,13 +453,12 @@ def _require_adapters(path: Path, shape: ModelShape, adapters: Adapters | None) 
 
 def _describe_adapters(adapters: Adapters) -> str:
     """Return the settings of adapters in words."""
-    return (
-        f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, targets {toml_value(adapters.targets)}"
-    )
+    targets = toml_value(adapters.targets)
+    return f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, targets {targets}"
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if a path names a checkpoint of ours, False if it names a folder."""
+    """Return True if a path is that of a checkpoint of hpctrain, False for a folder or a pickle."""
     return not path.is_dir() and (path.is_file() or path.suffix == ".h5") and path.suffix not in PICKLES
 
 

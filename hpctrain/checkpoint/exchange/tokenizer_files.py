@@ -143,12 +143,12 @@ def refuse_damaged_tokenizer(folder: Path) -> None:
         raise HpctrainError(f"{error.problems[0].partition('; ')[0]}; {remedy}") from None
 
 
-def tokenizer_of_folder(folder: Path, vocabulary: int) -> tuple[str | None, TokenizerSettings, str]:
+def tokenizer_of_folder(folder: Path, vocabulary: int | None) -> tuple[str | None, TokenizerSettings, str]:
     """Return the tokenizer of a model's folder.
 
     Args:
         folder: The folder.
-        vocabulary: Number of tokens of the model, which the tokenizer may not exceed.
+        vocabulary: Number of tokens of the model, which the tokenizer may not exceed; None if unknown.
 
     Returns:
         Text of the tokenizer, or None; the settings; and the reason for None in words, or "".
@@ -164,7 +164,7 @@ def tokenizer_of_folder(folder: Path, vocabulary: int) -> tuple[str | None, Toke
         tokenizer = Tokenizer.of_files(text, settings, f"{folder / TOKENIZER_FILE}")
     except HpctrainError as error:
         return None, settings, error.problems[0]
-    if tokenizer.vocabulary > vocabulary:
+    if vocabulary is not None and tokenizer.vocabulary > vocabulary:
         sentence = f"{TOKENIZER_FILE} has {tokenizer.vocabulary} tokens, but the model only {vocabulary}"
         return None, settings, sentence
     return tokenizer.text, tokenizer.settings, ""

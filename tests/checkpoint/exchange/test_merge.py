@@ -169,6 +169,6 @@ def test_damaged_adapters_are_not_merged(world: World, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InputOutputError, match=r"up\.adapter\.b is damaged: it differs from its checksums"):
+    with pytest.raises(InputOutputError, match=r"up\.adapter\.b is damaged: elements 0 to"):
         export_model(lone, path, tmp_path / "merged", "fp32", 1 << 30)
     assert not (tmp_path / "merged").exists()
