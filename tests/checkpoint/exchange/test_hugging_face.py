@@ -549,7 +549,7 @@ def _second(folder: Path) -> Path:
         (
             lambda f: (f / "model.safetensors.index.json").unlink(),
             3,
-            "model.safetensors.index.json: no such file; it says which tensors are in model-00001-of-",
+            "model.safetensors.index.json: no such file; it lists the tensors in model-00001-of-",
         ),
         (lambda f: [each.unlink() for each in f.glob("model*")], 2, "contains no weights"),
     ],
