@@ -193,10 +193,9 @@ class PolicyTrainer(Trainer):
         number, used_samples = divmod(state.samples, self._per_rollout)
         if not used_samples or self.rollouts.rollout is None:
             self.rollouts.rollout = rollout = self.rollout_builder.build(number)
+            answers, rewards = rollout.answers, rollout.rewards
             with self.world.agreement():
-                self.samples.write(
-                    state.step + 1, "rollout", rollout.answers, rollout.rewards, self.tokenizer
-                )
+                self.samples.write(state.step + 1, "rollout", answers, rewards, self.tokenizer)
         return dict(self.rollouts.rollout.metrics)
 
     @override

@@ -25,7 +25,7 @@ from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence
 from hpctrain.post.advantages import generalized_advantages, group_advantages, whiten
 from hpctrain.post.critic_loss import RETURNS, VALUES
 from hpctrain.post.reward_model import RewardModel
-from hpctrain.post.rewards.process_rewards import SAMPLES_PER_CALL
+from hpctrain.post.rewards.process_rewards import REWARD_BATCH_SIZE
 from hpctrain.post.rewards.reward_interface import Sample
 from hpctrain.post.rewards.rewards import Rewards, Scores, score_on_all_ranks
 from hpctrain.post.rollout import Answer, AnswerRows, Rollout
@@ -90,11 +90,7 @@ class RolloutBuilder:
         batches = Batches(rows, 0)
         scorers = {POLICY: self.policy, REFERENCE_MODEL: self.reference, CRITIC: self.critic}
         with self.placement.agreement():
-            local_values = {
-                name: torch.cat(list(scorer(batches)))
-                for name, scorer in scorers.items()
-                if scorer is not None
-            }
+            local_values = {name: torch.cat(list(each(batches))) for name, each in scorers.items() if each}
             model_scores = self._local_model_scores(answers)
         of_models = {name: self.placement.broadcast_from(name, local_values.get(name)) for name in scorers}
         log_probabilities = {OLD: of_models[POLICY], REFERENCE: of_models[REFERENCE_MODEL]}
@@ -185,7 +181,7 @@ class RolloutBuilder:
             samples = [
                 self._make_sample(answer, fields) for answer, fields in zip(answers, other_keys, strict=True)
             ]
-            at_once = CALLS_AT_ONCE * SAMPLES_PER_CALL * self.deck.policy.processes
+            at_once = CALLS_AT_ONCE * REWARD_BATCH_SIZE * self.deck.policy.processes
             scores = score_on_all_ranks(self.placement.run_world, self.rewards, samples, at_once)
             parts, totals = dict(scores.parts), list(scores.totals)
         if self.reward_models:

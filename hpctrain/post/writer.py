@@ -105,22 +105,18 @@ class AnswerWriter:
             for sample in range(sampling.samples):
                 text = GeneratedText(list(each.ids), sampling.tokens, each.number, sample)
                 continuations[text] = Continuation(self.tokenizer, each.ids, sampling.stops)
-        for _ in continue_texts(
-            passes, continuations, sampler, lambda text, token: continuations[text].add(token)
-        ):
+
+        def add_token(text: GeneratedText, token: int) -> bool:
+            return continuations[text].add(token)
+
+        for _ in continue_texts(passes, continuations, sampler, add_token):
             self.world.ledger.phase = "evaluation"  # tells the watchdog that ranks make progress
         answers = []
         for text, continuation in continuations.items():
-            answers.append(
-                Answer(
-                    text.prompt_number,
-                    text.sample_number,
-                    tuple(text.tokens),
-                    len(text.tokens) - text.prompt_length,
-                    continuation.finish(),
-                    continuation.finish_reason,
-                )
-            )
+            numbers, length = (text.prompt_number, text.sample_number), len(text.tokens) - text.prompt_length
+            answer_text = continuation.finish()  # sets the reason
+            reason = continuation.finish_reason
+            answers.append(Answer(*numbers, tuple(text.tokens), length, answer_text, reason))
         return answers
 
     def _make_passes(self, prompts: Sequence[NumberedPrompt], sampling: Sampling) -> CachedPasses:

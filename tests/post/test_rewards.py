@@ -77,14 +77,14 @@ def test_what_a_function_forks_can_be_ended() -> None:
 
 def test_batches_are_shared_by_processes_in_order() -> None:
     texts = ["x" * (n % 7) for n in range(101)]
-    reward = UserReward(NamedCode(f"{JUDGES}:length"), processes=3, samples_per_call=4)
+    reward = UserReward(NamedCode(f"{JUDGES}:length"), processes=3, batch_size=4)
     assert reward.scores([]) == []
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     assert reward.scores(samples_of(texts[:1])) == [0]
     reward.close()
     assert reward.scores(samples_of(texts)) == [*map(len, texts)]
     reward.close()
-    processes = UserReward(NamedCode(f"{JUDGES}:process"), processes=2, samples_per_call=1)
+    processes = UserReward(NamedCode(f"{JUDGES}:process"), processes=2, batch_size=1)
     known = {*processes.scores(samples_of(texts))} - {os.getpid()}
     assert len(known) == 2 and known == {*processes.scores(samples_of(texts))}
     processes.close()
@@ -334,7 +334,7 @@ def test_processes_end_with_a_killed_rank(
     monkeypatch.setenv("CHILD", str(child))
     code = (
         "import sys; from hpctrain.post.rewards.process_rewards import *; "
-        f"r = UserReward(NamedCode({f'{JUDGES}:{function}'!r}), processes=2, samples_per_call=1); r.start(); "
+        f"r = UserReward(NamedCode({f'{JUDGES}:{function}'!r}), processes=2, batch_size=1); r.start(); "
         "r._processes.start(2); print(*[p.process.pid for p in r._processes._processes], flush=True); "
         "r.scores([Sample('', 'bad')] * 2)"
     )

@@ -20,7 +20,7 @@ from hpctrain.post.rewards.worker_processes import BatchFailedError, WorkerProce
 from hpctrain.text import either
 from hpctrain.units import format_seconds
 
-SAMPLES_PER_CALL = 16
+REWARD_BATCH_SIZE = 16
 """Largest number of samples that one call of a reward function receives."""
 
 
@@ -33,20 +33,14 @@ class ProcessReward(Reward):
         work: First request to a process, see `reward_worker`.
         seconds: Time limit of each call.
         processes: Number of processes.
-        samples_per_call: Largest number of samples of a call.
+        batch_size: Largest number of samples of each call.
     """
 
     def __init__(
-        self,
-        name: str,
-        title: str,
-        work: Mapping[str, Any],
-        seconds: float,
-        processes: int,
-        samples_per_call: int,
+        self, name: str, title: str, work: Mapping[str, Any], seconds: float, processes: int, batch_size: int
     ) -> None:
-        assert seconds > 0 and processes > 0 and samples_per_call > 0
-        self.name, self.title, self.seconds, self.samples_per_call = name, title, seconds, samples_per_call
+        assert seconds > 0 and processes > 0 and batch_size > 0
+        self.name, self.title, self.seconds, self.batch_size = name, title, seconds, batch_size
         self._processes = WorkerProcesses(title, work, processes, seconds)
 
     @override
@@ -66,7 +60,7 @@ class ProcessReward(Reward):
                 row = f"the row of prompt {sample.prompt_number} ({quoted(sample.prompt)})"
                 raise UserCodeError(f"{self.title}: {row} {error}") from None
         names = [*dict.fromkeys(name for sample in samples for name in sample.other_keys)]
-        size = max(1, min(self.samples_per_call, -(-len(samples) // self._processes.count)))
+        size = max(1, min(self.batch_size, -(-len(samples) // self._processes.count)))
         batches = [samples[first : first + size] for first in range(0, len(samples), size)]
         try:
             of_batches = self._processes.score_batches([_columns(batch, names) for batch in batches])
@@ -106,15 +100,11 @@ class UserReward(ProcessReward):
     """
 
     def __init__(
-        self,
-        code: NamedCode,
-        seconds: float = 30.0,
-        processes: int = 1,
-        samples_per_call: int = SAMPLES_PER_CALL,
+        self, code: NamedCode, seconds: float = 30.0, processes: int = 1, batch_size: int = REWARD_BATCH_SIZE
     ) -> None:
         code.require_trusted()
         name = code.target.rpartition(":")[2]
-        super().__init__(name, code.title, {"target": code.target}, seconds, processes, samples_per_call)
+        super().__init__(name, code.title, {"target": code.target}, seconds, processes, batch_size)
 
     @override
     def check(self, other_keys: Mapping[str, Any]) -> None:
@@ -141,11 +131,11 @@ class RegularExpression(ProcessReward):
         key: str = "answer",
         seconds: float = 30.0,
         processes: int = 1,
-        samples_per_call: int = SAMPLES_PER_CALL,
+        batch_size: int = REWARD_BATCH_SIZE,
     ) -> None:
         self.key, self._has_group = key, bool(re.compile(pattern).groups)
         work, name = {"pattern": pattern, "key": key}, "regular_expression"
-        super().__init__(name, "regular-expression", work, seconds, processes, samples_per_call)
+        super().__init__(name, "regular-expression", work, seconds, processes, batch_size)
 
     @override
     def check(self, other_keys: Mapping[str, Any]) -> None:
