@@ -163,19 +163,11 @@ def sweep_text(arguments: PlanArguments) -> str:
 def search_text(arguments: PlanArguments) -> str:
     """Return the table of --search, or its JSON, and write the deck of --write."""
     from hpctrain.plan.search.deck_search import SearchOptions
-    from hpctrain.plan.search.search_output import searched
+    from hpctrain.plan.search.search_output import SearchFiles, search_output
 
     options = SearchOptions(arguments.ranks_per_node, arguments.machine_rates, arguments.all_schedules)
-    return searched(
-        arguments.deck,
-        arguments.ranks,
-        arguments.overrides,
-        options,
-        arguments.write,
-        arguments.as_json,
-        force=arguments.force,
-        plot=arguments.plot,
-    )
+    files = SearchFiles(arguments.write, arguments.force, arguments.plot, arguments.as_json)
+    return search_output(arguments.deck, arguments.ranks, arguments.overrides, options, files)
 
 
 def show_plan(arguments: PlanArguments) -> int:

@@ -1,1 +1,1 @@
-"""The quickest layouts of a deck that fit into memory, by the plan's own seconds and bytes."""
+"""Search for the fastest layouts of a deck that fit into memory, by predicted time and memory."""

@@ -1,4 +1,4 @@
-"""A layout that was found: what of a deck makes it, what it takes and holds."""
+"""Layout that a search found."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from hpctrain.plan.search.search_space import Values
 
 @dataclass(frozen=True)
 class Candidate:
-    """The values of the keys that the deck leaves open; seconds of a step; bytes of the rank that holds most,
-    and of the node that needs most.
+    """Layout with its predicted step time and memory.
+
+    Attributes:
+        deck: Deck with the layout.
+        changes: Values of the searched keys.
+        seconds_by_cause: Seconds of a step by cause.
+        memory_bytes: Bytes of the rank with most memory.
+        node_bytes: Bytes of the node that needs most.
     """
 
     deck: Deck
@@ -23,7 +29,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return sum(self.seconds_by_cause.values())
 
     def row(self) -> dict[str, object]:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.recompute import segment_size
-from hpctrain.plan.search.in_flight import moments
+from hpctrain.plan.search.in_flight import in_flight_peaks
 from hpctrain.plan.search.least_bytes import ModelActivations
-from hpctrain.plan.search.memory_needs import Needs, States
-from hpctrain.plan.search.model_partition import Form, ParameterCounts
+from hpctrain.plan.search.memory_needs import NodeNeeds, States
+from hpctrain.plan.search.model_partition import ModelPartition, ParameterCounts
 from hpctrain.plan.search.search_space import SearchSpace, with_values
 from hpctrain.plan.time.layer_seconds import LayerSizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 
-FormOf = Callable[[Deck, str, int], Form | None]
+PartitionOf = Callable[[Deck, str, int], ModelPartition | None]
 """Function that returns the parts of a deck's model by name of the schedule and number of chunks.
 
 It returns None if the deck cannot have this schedule.
@@ -47,13 +47,17 @@ class CoarseMemoryBounds:
         choices: Values that the search may choose.
         needs: Memory of the nodes.
         layers: Number of layers of each kind.
-        form_of: Function that returns the parts of a schedule.
+        partition_of: Function that returns the partition of the model for a schedule.
     """
 
     def __init__(
-        self, choices: SearchSpace, needs: Needs, layers: Mapping[LayerSizes, int], form_of: FormOf
+        self,
+        choices: SearchSpace,
+        needs: NodeNeeds,
+        layers: Mapping[LayerSizes, int],
+        partition_of: PartitionOf,
     ) -> None:
-        self._choices, self._needs, self._form_of = choices, needs, form_of
+        self._choices, self._needs, self._partition_of = choices, needs, partition_of
         self._layers = layers
         self._blocks = {layer: count for layer, count in layers.items() if layer.is_block}
         self._loads: dict[object, list[StageLoad]] = {}
@@ -140,7 +144,8 @@ class CoarseMemoryBounds:
         """
         return {
             tuple(
-                min(moments(name, stages, micro_batches, chunks, stage)[0].waiting) for stage in range(stages)
+                min(in_flight_peaks(name, stages, micro_batches, chunks, stage)[0].waiting)
+                for stage in range(stages)
             )
             for name, chunks in self._choices.of_schedules(stages, stages)
         }
@@ -186,17 +191,17 @@ class CoarseMemoryBounds:
         """Yield the largest or the mean load of the stages of each schedule."""
         deck = with_values(deck, {"layout.pipeline": stages})
         for schedule, chunks in self._choices.of_schedules(stages, stages):
-            form = self._form_of(deck, schedule, chunks)
-            if form is None:
+            partition = self._partition_of(deck, schedule, chunks)
+            if partition is None:
                 continue
             loads = []
-            for stage in form.stages:
+            for stage in partition.stages:
                 for number in stage.numbers[:1] if largest else stage.numbers:
-                    parts = [form.kinds[kind] for kind in form.kinds_on(number)]
-                    (first, *_) = moments(schedule, stages, micro_batches, chunks, number)
+                    parts = [partition.kinds[kind] for kind in partition.kinds_on(number)]
+                    (largest_state, *_) = in_flight_peaks(schedule, stages, micro_batches, chunks, number)
                     stored = sum(
                         count * _stored_units(deck, len(part.blocks))
-                        for count, part in zip(first.waiting, parts, strict=True)
+                        for count, part in zip(largest_state.waiting, parts, strict=True)
                     )
                     loads.append(StageLoad(float(stored), float(sum(len(part.blocks) for part in parts))))
             if largest:

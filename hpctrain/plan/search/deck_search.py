@@ -1,4 +1,4 @@
-"""From a deck's file to its best layouts, and the deck that has the best one."""
+"""Search for the best layouts of the deck in a file, and the deck with the best one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.text import counted, either
 
 MORE = (2, 4)
-"""How many times as many ranks are tried where nothing fits."""
+"""Factors by which the number of ranks is increased if no layout fits."""
 
 MOST_TRADED = 12
-"""Layouts of less memory that are looked for."""
+"""Largest number of layouts that need less memory than the fastest one."""
 
 _LESS = 0.9
 _COLLECTED = 100_000  # objects, after which those that are new are looked through
@@ -46,32 +46,39 @@ _COLLECTED = 100_000  # objects, after which those that are new are looked throu
 
 @dataclass(frozen=True)
 class DeckSearch:
-    """The best layouts of the deck in a file on so many ranks of a machine."""
+    """Best layouts of a deck.
+
+    Attributes:
+        path: File of the deck.
+        deck: The deck as it was read.
+        ranks: Number of ranks.
+        machine: Rates of the machine.
+        result: Result of the search.
+    """
 
     path: Path
     deck: Deck
     ranks: int
     machine: MachineRates
-    found: SearchResult
+    result: SearchResult
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
-        fell, missed = self.found.fell, self.found.missed
+        rejected, missed = self.result.rejected, self.result.missed
         return {
             "ranks": self.ranks,
             "machine": self.machine.name,
-            "best": [each.row() for each in self.found.best],
-            "fell": dict(fell.counts) | {"impossible": dict(fell.impossible), "slower": self.found.slower},
-            "reasons": dict(fell.reasons),
+            "best": [each.row() for each in self.result.best],
+            "fell": dict(rejected.counts)
+            | {"impossible": dict(rejected.impossible), "slower": self.result.slower},
+            "reasons": dict(rejected.reasons),
             "missed": None if missed is None else missed.candidate.row(),
         }
 
     @property
     def text(self) -> str:
-        """The resolved deck with the best layout, as a file that runs on so many ranks; gradients are summed
-        as they were planned to be.
-        """
-        best = self.found.best[0]
+        """Text of the resolved deck with the best layout. It reduces gradients in the planned format."""
+        best = self.result.best[0]
         summed = {"precision.gradients": best.deck.precision.gradients}
         chosen = with_values(self.deck, best.changes | summed | {"layout.auto": False})
         return deck_text(chosen, self.ranks)
@@ -79,8 +86,12 @@ class DeckSearch:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a deck is searched: on nodes of so many ranks, by a machine's rates (None: as it says itself), and
-    whether over every schedule.
+    """Options of a search.
+
+    Attributes:
+        ranks_per_node: Number of ranks per node; None for that of the deck or the machine.
+        rates: Rates of a machine; None for those that the deck names.
+        every_schedule: True to search all schedules.
     """
 
     ranks_per_node: int | None = None
@@ -92,21 +103,32 @@ def search_deck(
     path: Path,
     ranks: int,
     overrides: Sequence[str],
-    wished: SearchOptions,
+    options: SearchOptions,
     progress: Progress | None = None,
 ) -> DeckSearch:
-    """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
+    """Return the best layouts of the deck in a file.
+
+    Args:
+        path: File of the deck.
+        ranks: Number of ranks.
+        overrides: Arguments of `--set`.
+        options: Options of the search.
+        progress: Function that is called with the number of visited nodes of the tree.
+
+    Raises:
+        HpctrainError: No layout fits, or the deck is wrong.
+    """
     deck = assume_planned_device(
         read_deck(path, overrides, None, read_source_keys, reference_problems, for_search=True)
     )
-    machine = wished.rates or deck_rates(deck)
+    machine = options.rates or deck_rates(deck)
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
-    if wished.every_schedule and SearchSpace(deck, ranks).given("layout.schedule"):
+    if options.every_schedule and SearchSpace(deck, ranks).is_set("layout.schedule"):
         sentence = "is set by the deck (unset it with --set layout.schedule=)"
         raise HpctrainError([f"--all-schedules: layout.schedule = {deck.layout.schedule} {sentence}"])
-    found = _search(deck, ranks, wished, machine, BEST, progress)
-    return DeckSearch(path, deck, ranks, machine, found)
+    result = _search(deck, ranks, options, machine, BEST, progress)
+    return DeckSearch(path, deck, ranks, machine, result)
 
 
 NO_RATES = (
@@ -118,8 +140,16 @@ NO_RATES = (
 def chosen_layout(
     deck: Deck, ranks: int, ranks_per_node: int | None = None, rates: MachineRates | None = None
 ) -> tuple[Candidate, MachineRates]:
-    """The quickest layout that fits, of a deck that leaves it open (layout.auto), by these rates or its own.
-    HpctrainError as above.
+    """Return the fastest layout of a deck with layout.auto, and the machine by whose rates it was found.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks.
+        ranks_per_node: Number of ranks per node; None for that of the deck or the machine.
+        rates: Rates of a machine; None for those that the deck names.
+
+    Raises:
+        HpctrainError: No layout fits, or the rates are missing.
     """
     machine = rates or deck_rates(deck)
     if machine is None:
@@ -131,8 +161,10 @@ def chosen_layout(
 
 
 def with_choice(deck: Deck, changes: Values, ranks: int) -> Deck:
-    """The deck with a layout that was chosen for it; keys that it gives stay. HpctrainError where the two do
-    not go together.
+    """Return the deck with a layout that was chosen for it. Keys that the deck sets are not changed.
+
+    Raises:
+        HpctrainError: The layout does not fit the deck's own keys.
     """
     free = SearchSpace(deck, ranks).free
     kept = {key: value for key, value in changes.items() if key in free}
@@ -144,31 +176,34 @@ def with_choice(deck: Deck, changes: Values, ranks: int) -> Deck:
 
 
 def laid_out(deck: Deck, ranks: int, ranks_per_node: int | None = None) -> Deck:
-    """The deck with its layout chosen, where it leaves that open."""
+    """Return the deck, with its layout chosen if the deck has layout.auto."""
     if not deck.layout.auto:
         return deck
     candidate, _ = chosen_layout(deck, ranks, ranks_per_node)
     return with_choice(deck, candidate.changes, ranks)
 
 
-def trade_offs(searched: DeckSearch, wished: SearchOptions) -> list[Candidate]:
-    """Of always less memory the quickest layout: each node holds less than nine tenths of the one before."""
-    found, deck, best = list[Candidate](), searched.deck, searched.found.best[0]
-    while len(found) < MOST_TRADED:
+def trade_offs(searched: DeckSearch, options: SearchOptions) -> list[Candidate]:
+    """Return the fastest layouts that need less and less memory.
+
+    Each needs less than 90% of the node memory of the one before.
+    """
+    result, deck, best = list[Candidate](), searched.deck, searched.result.best[0]
+    while len(result) < MOST_TRADED:
         less = int(_LESS * best.node_bytes)
         deck = deck.with_keys(machine={"memory": less, "gpu_memory": less})
         try:
-            found_less = _search(deck, searched.ranks, wished, searched.machine, 1, explain=False)
+            found_less = _search(deck, searched.ranks, options, searched.machine, 1, explain=False)
         except HpctrainError:
             break
         best = found_less.best[0]
-        found.append(best)
-    return found
+        result.append(best)
+    return result
 
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """Have Python look for circles of objects seldom: a search makes many objects, and few of these."""
+    """Let Python search for reference cycles rarely, since a search makes many objects with few cycles."""
     before = gc.get_threshold()
     gc.set_threshold(_COLLECTED, *before[1:])
     try:
@@ -181,44 +216,49 @@ def _seldom_collected() -> Iterator[None]:
 def _search(
     deck: Deck,
     ranks: int,
-    wished: SearchOptions,
+    options: SearchOptions,
     machine: MachineRates,
     best: int,
     progress: Progress | None = None,
     explain: bool = True,
 ) -> SearchResult:
-    """HpctrainError where there is no layout, and, to `explain`, why."""
+    """Search for the best layouts of a deck.
+
+    Raises:
+        HpctrainError: No layout fits. With `explain`, the error has the reason and a remedy.
+    """
     if deck.communication.server is not None or deck.layout.replicas > 1:
-        is_served = deck.communication.server is not None
-        key = "communication.server.mode" if is_served else "layout.local_steps.replicas"
+        has_servers = deck.communication.server is not None
+        key = "communication.server.mode" if has_servers else "layout.local_steps.replicas"
         raise HpctrainError(
             deck.problem(key, "is unsupported in a search: all ranks must train one model together")
         )
     deck = with_values(deck, {"layout.auto": False})
-    deck = machine.of_deck(on_nodes_of(deck, wished.ranks_per_node))
+    deck = machine.of_deck(on_nodes_of(deck, options.ranks_per_node))
     vocabulary = vocabulary_of(deck)
-    budget = MemoryBudget(ranks, vocabulary, wished.ranks_per_node, machine.memories)
+    budget = MemoryBudget(ranks, vocabulary, options.ranks_per_node, machine.memories)
     budget.process_bytes(deck)  # measured while nothing large is there
     # Those schedules that hold least are tried too where no other has demand.
-    for schedules in (EVERY,) if wished.every_schedule else (TRIED, EVERY):
-        found = search(deck, ranks, machine, budget, best, progress, schedules)
-        if found.best:
-            return found
+    for schedules in (EVERY,) if options.every_schedule else (TRIED, EVERY):
+        result = search(deck, ranks, machine, budget, best, progress, schedules)
+        if result.best:
+            return result
     if not explain:
         raise HpctrainError("no layout fits")
-    raise HpctrainError(f"{deck.sources.name}: {_why_none(deck, ranks, machine, budget, found)}")
+    raise HpctrainError(f"{deck.sources.name}: {_why_none(deck, ranks, machine, budget, result)}")
 
 
 def _why_none(
-    deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget, found: SearchResult
+    deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget, result: SearchResult
 ) -> str:
+    """Return why no layout fits, and on which number of ranks one would."""
     least = least_memory_layout(deck, ranks, machine, budget)
     if least is None:
-        near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, budget)]
-        would = f" ({either(near)} ranks would fit)" if near else ""
-        choices, reasons = SearchSpace(deck, ranks), found.fell.reasons
-        told = sorted(reasons, key=lambda key: not (choices.given(key) and key in SEARCH_KEYS))
-        first = reasons[told[0]] if told else "the keys of the deck require another number of ranks"
+        rank_counts = [other for other in _neighbours(ranks) if _has_layout(deck, other, machine, budget)]
+        would = f" ({either(rank_counts)} ranks would fit)" if rank_counts else ""
+        choices, reasons = SearchSpace(deck, ranks), result.rejected.reasons
+        keys = sorted(reasons, key=lambda key: not (choices.is_set(key) and key in SEARCH_KEYS))
+        first = reasons[keys[0]] if keys else "the keys of the deck require another number of ranks"
         return f"no layout fits {counted(ranks, 'rank')}{would}: {first}"
     more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, budget)), None)
     lacking = least.demand.needed - least.demand.limit.bytes
@@ -228,7 +268,7 @@ def _why_none(
 
 
 def on_nodes_of(deck: Deck, ranks_per_node: int | None) -> Deck:
-    """The deck on nodes of so many ranks, where that is said."""
+    """Return the deck with a number of ranks per node; unchanged for None."""
     return deck if ranks_per_node is None else deck.with_keys(machine={"ranks_per_node": ranks_per_node})
 
 
@@ -242,13 +282,13 @@ def _fits(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -
     return False
 
 
-def _can_be(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> bool:
+def _has_layout(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> bool:
     with suppress(HpctrainError):
         return bool(search(deck, ranks, machine, _on(budget, ranks), 1).best)
     return False
 
 
 def _neighbours(ranks: int) -> list[int]:
-    """The powers of two beside a number of ranks."""
+    """Return the powers of two next to a number of ranks."""
     above = 1 << ranks.bit_length()
     return [above // 2, above] if above // 2 != ranks else [above]

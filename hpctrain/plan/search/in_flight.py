@@ -1,6 +1,7 @@
-"""What a pipeline's stages hold when they come to a backward, without their schedule being made.
+"""Numbers of micro-batches in flight in the stages of a pipeline, without their schedules.
 
-Forwards of a chunk and its backwards go in the order of micro-batches, so numbers tell all.
+The forward passes of a chunk are in the order of micro-batches, and so are its backward passes, so numbers
+are sufficient.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import Literal, NamedTuple
 from hpctrain.pipeline.v_schedule import LIMITS
 
 
-class Moment(NamedTuple):
-    """Before a backward: how many micro-batches of each chunk wait for theirs, and of how many only weight
-    gradients are left; the chunk whose backward it is, and whether weight gradients come later: None where
-    that is not known.
+class InFlight(NamedTuple):
+    """Micro-batches in flight in a stage before a backward pass.
+
+    Attributes:
+        waiting: Number of micro-batches of each chunk between forward and backward pass.
+        deferred: Number of micro-batches of each chunk whose weight gradients are deferred.
+        chunk: Chunk of the backward pass.
+        split: True if the backward pass defers weight gradients; None if unknown.
     """
 
     waiting: tuple[int, ...]
@@ -24,45 +29,65 @@ class Moment(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def moments(schedule: str, stages: int, micro_batches: int, chunks: int, stage: int) -> tuple[Moment, ...]:
-    """Of a stage of a schedule by name, those in which it holds most where its parts are alike; of one whose
-    order is not known the first backward, by when one micro-batch has been in all its parts.
+def in_flight_peaks(
+    schedule: str, stages: int, micro_batches: int, chunks: int, stage: int
+) -> tuple[InFlight, ...]:
+    """Return the states of a stage in which its memory may be largest, if its parts are equal.
+
+    For schedules without a closed form, it is the state before the first backward pass, when all parts have
+    seen at least one micro-batch.
+
+    Args:
+        schedule: Name of the schedule.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        chunks: Number of chunks of each stage.
+        stage: Number of the stage.
     """
-    after, most = stages - stage, micro_batches
+    later_stages = stages - stage
     if stages == 1:
-        return (Moment((1,), (0,), 0, False),)
+        return (InFlight((1,), (0,), 0, False),)
     if schedule == "1f1b":
-        return (Moment((min(most, after),), (0,), 0, False),)
+        return (InFlight((min(micro_batches, later_stages),), (0,), 0, False),)
     if schedule == "gpipe":
-        return (Moment((most,), (0,), 0, False),)
+        return (InFlight((micro_batches,), (0,), 0, False),)
     if schedule in {"zb-h1", "zb-h2"}:
-        warm_up, lag = (after, stage) if schedule == "zb-h1" else (2 * after - 1, 2 * stage)
-        later = sorted({0, max(0, min(lag, most - warm_up)), min(lag, most - 1)})
-        return tuple(Moment((min(most, warm_up + passed) - passed,), (passed,), 0, True) for passed in later)
+        warm_up, lag = (later_stages, stage) if schedule == "zb-h1" else (2 * later_stages - 1, 2 * stage)
+        later = sorted({0, max(0, min(lag, micro_batches - warm_up)), min(lag, micro_batches - 1)})
+        return tuple(
+            InFlight((min(micro_batches, warm_up + passed) - passed,), (passed,), 0, True) for passed in later
+        )
     if schedule == "interleaved":
-        rounds, left = divmod(2 * (after - 1) + (chunks - 1) * stages + 1, stages * chunks)
-        begun = (rounds * stages + min(stages, max(0, left - chunk * stages)) for chunk in range(chunks))
-        waiting = tuple(min(most, each) for each in begun)
-        return (Moment(waiting, (0,) * chunks, chunks - 1, False),)
+        rounds, left = divmod(2 * (later_stages - 1) + (chunks - 1) * stages + 1, stages * chunks)
+        started = (rounds * stages + min(stages, max(0, left - chunk * stages)) for chunk in range(chunks))
+        waiting = tuple(min(micro_batches, each) for each in started)
+        return (InFlight(waiting, (0,) * chunks, chunks - 1, False),)
     if schedule == "dualpipe-v":
-        down = stages + after
-        first = (min(most, down - (after > 1)), min(most, stage + 1))
-        up = min(most, stages + 1) - min(most, after)
-        found = Moment(first, (0, 0), 1, after > 1), Moment((min(most, down), up), (0, 0), 0, False)
-        if most < 2 * stages:
-            return found
+        down = stages + later_stages
+        first = (min(micro_batches, down - (later_stages > 1)), min(micro_batches, stage + 1))
+        up = min(micro_batches, stages + 1) - min(micro_batches, later_stages)
+        peaks = (
+            InFlight(first, (0, 0), 1, later_stages > 1),
+            InFlight((min(micro_batches, down), up), (0, 0), 0, False),
+        )
+        if micro_batches < 2 * stages:
+            return peaks
         # At the end backwards of both chunks, in turn, put weight gradients off.
-        return *found, Moment((after, 0), (stage // 2, stage - stage // 2), 0, True)
-    return (Moment((1,) * chunks, (0,) * chunks, chunks - 1, None),)
+        return *peaks, InFlight((later_stages, 0), (stage // 2, stage - stage // 2), 0, True)
+    return (InFlight((1,) * chunks, (0,) * chunks, chunks - 1, None),)
 
 
-Opened = Literal["none", "blocks", "all"]
-"""Whose whole gradients are there at once for a while."""
+CompleteGradients = Literal["none", "blocks", "all"]
+"""Layers whose complete gradients exist at the same time."""
 
 
-def opened(schedule: str, stages: int, micro_batches: int) -> Opened:
-    """Of which layers of any stage all gradients have begun in some moment, and none is final; where that is
-    all, while a chunk goes forward or back.
+def complete_gradients(schedule: str, stages: int, micro_batches: int) -> CompleteGradients:
+    """Return the layers of a stage whose gradients all exist at some time, while none of them is final.
+
+    Args:
+        schedule: Name of the schedule.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
     """
     if stages == 1:
         return "all" if micro_batches > 1 else "none"

@@ -10,17 +10,17 @@ from hpctrain.units import format_bytes, format_seconds
 
 
 def changed(deck: Deck, values: Mapping[str, object]) -> dict[str, object]:
-    """Those that a deck does not have anyway."""
+    """Return the values that differ from those of a deck."""
     return {key: value for key, value in values.items() if value != deck.value(key)}
 
 
 def assignments(values: Mapping[str, object]) -> str:
-    """Keys and their values, but for those that have none."""
+    """Return keys and values as text, without those that are None."""
     return ", ".join(f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None)
 
 
 def arguments(values: Mapping[str, object]) -> list[str]:
-    """The `--set` arguments that make a layout of its deck."""
+    """Return the `--set` arguments that give a deck a layout."""
     return [
         word for key, value in values.items() if value is not None for word in ("--set", _set(key, value))
     ]
@@ -31,7 +31,7 @@ def _set(key: str, value: object) -> str:
 
 
 def choice(values: Mapping[str, object], seconds: float, machine: str) -> str:
-    """What was chosen for a run."""
+    """Return a sentence about the layout that was chosen for a run."""
     return (
         f"the fastest layout that fits, predicted step time {format_seconds(seconds)} on {machine}: "
         f"{assignments(values) or 'all defaults'}"
@@ -39,7 +39,14 @@ def choice(values: Mapping[str, object], seconds: float, machine: str) -> str:
 
 
 def nothing_fits(values: Mapping[str, object], demand: str, lacking: float, more: Sequence[int]) -> str:
-    """Why no layout fits: the one whose nodes need least, what lacks, and ranks on which one would fit."""
+    """Return why no layout fits.
+
+    Args:
+        values: Layout whose nodes need least.
+        demand: Description of what a node needs and has.
+        lacking: Bytes that the node lacks.
+        more: Larger numbers of ranks on which a layout fits.
+    """
     would = f"; it fits on {more[0]} ranks" if more else ""
     return (
         f"no layout fits into memory: the smallest one lacks {format_bytes(lacking)} "

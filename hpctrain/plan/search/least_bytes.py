@@ -30,8 +30,8 @@ from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.plan.activation_memory import segment_bytes
-from hpctrain.plan.search.in_flight import Moment, Opened
-from hpctrain.plan.search.model_partition import ParameterCounts, PartForm
+from hpctrain.plan.search.in_flight import CompleteGradients, InFlight
+from hpctrain.plan.search.model_partition import ParameterCounts, PartLayers
 from hpctrain.plan.time.layer_seconds import LayerSizes
 
 
@@ -120,24 +120,24 @@ class ModelActivations:
             stored += count * (self.stored_input / size if is_recomputed else self.by_kind[layer.kind].stored)
         return stored
 
-    def part_activations(self, form: PartForm) -> PartActivations:
+    def part_activations(self, part: PartLayers) -> PartActivations:
         """Return lower bounds of the bytes of a micro-batch in a part of the model."""
         if self.has_frozen_parameters:
             return PartActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        counts = [(self.by_kind[layer.kind], count) for layer, count in form.alike]
-        stored = head = self.by_kind[form.last.kind].saved if form.last else 0
-        stored += self.by_kind[form.first.kind].saved if form.first else 0
+        counts = [(self.by_kind[layer.kind], count) for layer, count in part.counts]
+        stored = head = self.by_kind[part.last.kind].saved if part.last else 0
+        stored += self.by_kind[part.first.kind].saved if part.first else 0
         if not counts:
             return PartActivations(stored, head, 0.0, 0.0, 0.0, 0.0)
         stored += self.shared
         deferred = sum(count * layer.deferred for layer, count in counts)
         transient = max(layer.transient for layer, _ in counts)
-        size = segment_size(self.recompute, len(form.blocks))
+        size = segment_size(self.recompute, len(part.blocks))
         if not size:
             stored += sum(count * layer.stored for layer, count in counts)
             computing = max(layer.computing for layer, _ in counts)
             return PartActivations(stored, head, computing, 0.0, transient, deferred)
-        blocks = [self.by_kind[layer.kind] for layer in form.blocks]
+        blocks = [self.by_kind[layer.kind] for layer in part.blocks]
         recompute = self._recompute_bytes(blocks, size, len(counts) == 1)
         stored += self.stored_input * ceil(len(blocks) / size)
         return PartActivations(stored, head, self.computing_input, recompute, recompute + transient, deferred)
@@ -162,25 +162,25 @@ class ModelActivations:
             largest = max(largest, recomputed - (segments - 1 - number) * self.stored_input)
         return largest
 
-    def peak_bytes(self, parts: Sequence[PartActivations], moments: Iterable[Moment]) -> float:
+    def peak_bytes(self, parts: Sequence[PartActivations], states: Iterable[InFlight]) -> float:
         """Return the largest bytes of activations of a stage.
 
         Args:
             parts: Bytes of a micro-batch in each part of the stage, by chunk.
-            moments: Moments of the schedule, in each of which a backward pass begins.
+            states: Micro-batches in flight before backward passes, at which memory may be largest.
         """
         peak = 0.0
-        for moment in moments:
-            before = sum(count * part.stored for count, part in zip(moment.waiting, parts, strict=True))
-            before += sum(count * part.deferred for count, part in zip(moment.deferred, parts, strict=True))
-            part = parts[moment.chunk]
+        for state in states:
+            before = sum(count * part.stored for count, part in zip(state.waiting, parts, strict=True))
+            before += sum(count * part.deferred for count, part in zip(state.deferred, parts, strict=True))
+            part = parts[state.chunk]
             further = {
                 True: part.deferring,
                 False: part.recompute,
                 None: min(part.deferring, part.recompute),
-            }[moment.split]
+            }[state.split]
             peak = max(peak, before, before - part.head + part.computing + further)
-            if moment.split:
+            if state.split:
                 peak = max(peak, before - part.stored + part.deferred)
         return peak
 
@@ -308,13 +308,13 @@ class ZeroSplit:
         zero: Stage of ZeRO, from 0 to 3.
         group_size: Number of ranks over which it splits.
         expert_group_size: Number of ranks over which it splits the parameters of experts.
-        opened: Layers whose complete gradients exist at the same time.
+        complete_gradients: Layers whose complete gradients exist at the same time.
     """
 
     zero: int
     group_size: int
     expert_group_size: int
-    opened: Opened
+    complete_gradients: CompleteGradients
 
 
 @dataclass(frozen=True)
@@ -368,14 +368,14 @@ class StateBytes:
         size = self._split_bytes(counts.others, split, split.group_size, ranks_per_node)
         size += self._split_bytes(counts.experts, split, split.expert_group_size, ranks_per_node)
         if split.zero > 2 and split.group_size > 1:
-            gradients = self.gradient * counts.blocks if split.opened == "blocks" else 0.0
+            gradients = self.gradient * counts.blocks if split.complete_gradients == "blocks" else 0.0
             size += max(self.gathered * counts.gathered, gradients)
-        return size + self.gradient * counts.apart
+        return size + self.gradient * counts.second_gradients
 
     def _split_bytes(self, count: float, split: ZeroSplit, group_size: int, ranks_per_node: int) -> float:
         """Return the bytes of `count` parameters that ZeRO splits over a group."""
         gradient = self.gradient / (group_size if split.zero > 1 else 1)
-        if split.zero > 1 and group_size > 1 and split.opened == "all":
+        if split.zero > 1 and group_size > 1 and split.complete_gradients == "all":
             gradient += self.gradient  # complete gradients exist beside the sums of this rank's share
         parameter = self.parameter / (group_size if split.zero > 2 else 1)
         if self.shares_parameters and split.zero:

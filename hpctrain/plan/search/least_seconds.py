@@ -1,8 +1,8 @@
-"""What a schedule takes at the least, without making it: what its order has stages wait for in any case.
+"""Lower bounds of the time of a pipeline schedule, which is not generated.
 
-A stage begins when the first micro-batch has come through the stages before, does all its work, and when it
-has given away the last gradient, the stages before still have theirs to do. Where times are alike and
-messages take none, 1F1B and interleaving take no more: a bubble of (p - 1) (F + B), or of that over the
+A stage begins when the first micro-batch has passed through the stages before it. After its work and its last
+input gradient, the stages before it still have to do theirs. If all times are equal and messages take no
+time, 1F1B and interleaved schedules reach the bound: a bubble of (p - 1) (F + B), divided by the number of
 chunks (Narayanan and others, arXiv 2104.04473).
 """
 
@@ -19,7 +19,13 @@ from hpctrain.pipeline.v_schedule import LIMITS
 
 
 class PartSeconds(NamedTuple):
-    """Of a micro-batch in a part of the model: forward, and the gradients of inputs and of weights."""
+    """Seconds of one micro-batch in a part of the model.
+
+    Attributes:
+        forward: Seconds of the forward pass.
+        input_gradient: Seconds of the input gradients.
+        weight_gradient: Seconds of the weight gradients.
+    """
 
     forward: float
     input_gradient: float
@@ -27,20 +33,20 @@ class PartSeconds(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Both gradients."""
+        """Seconds of both gradients."""
         return self.input_gradient + self.weight_gradient
 
     @property
     def total(self) -> float:
-        """All three."""
+        """Seconds of all passes."""
         return sum(self)
 
 
 KNOWN = frozenset({"1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v"})
-"""Schedules whose order is known without looking for it."""
+"""Schedules whose order of actions has a closed form."""
 
 SPLITTING = frozenset({"zb-h1", "zb-h2"})
-"""Of these, those that put the gradients of weights off, each by so many micro-batches on a stage."""
+"""Those of them that defer weight gradients, each by a fixed number of micro-batches on a stage."""
 
 _LAGS: Mapping[str, int] = {"zb-h1": 1, "zb-h2": 2}
 
@@ -52,15 +58,21 @@ def least_seconds(
     parts: Sequence[PartSeconds],
     message: float,
 ) -> float:
-    """The longest span of a stage at the least: from its first action to its last.
+    """Return a lower bound of the longest time of a stage from its first to its last action.
 
-    `parts` are those of the model, in order, `message` the seconds from a stage to the next. Of a schedule of
-    a file no more is told than the work of the mean stage.
+    For a schedule from a file, the bound is the work of a mean stage.
+
+    Args:
+        schedule: Name of the schedule.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        parts: Seconds of the parts of the model, in their order.
+        message: Seconds of a message from a stage to the next one.
     """
     if schedule in LIMITS and stages > 1:
-        way, most = [message] * (stages - 1), 2 * LIMITS[schedule](stages)
+        messages, most = [message] * (stages - 1), 2 * LIMITS[schedule](stages)
         forward, input_gradient, weight_gradient = zip(*parts, strict=True)
-        times = PartTimes(forward, input_gradient, weight_gradient, [*way, 0.0, *way])
+        times = PartTimes(forward, input_gradient, weight_gradient, [*messages, 0.0, *messages])
         return minimum_cost(times, micro_batches, most)
     chunks = len(parts) // stages
     v_shaped = schedule in V_SHAPED
@@ -74,12 +86,12 @@ def least_seconds(
     if schedule not in KNOWN or stages == 1:
         return longest
     # Through the first parts of all stages there, and back again.
-    there = [0.0, *accumulate(part.forward + message for part in parts[: stages - 1])]
-    back_of = [
+    before = [0.0, *accumulate(part.forward + message for part in parts[: stages - 1])]
+    return_seconds = [
         part.input_gradient + message + (0.0 if schedule in SPLITTING or v_shaped else part.weight_gradient)
         for part in parts[: stages - 1]
     ]
-    back = [0.0, *accumulate(back_of)]
+    after_ = [0.0, *accumulate(return_seconds)]
     for stage in range(stages):
         own = micro_batches * work[stage]
         if schedule in SPLITTING:
@@ -90,21 +102,24 @@ def least_seconds(
             own -= micro_batches * (
                 parts[stage].weight_gradient + parts[2 * stages - 1 - stage].weight_gradient
             )
-        longest = max(longest, there[stage] + own + back[stage])
+        longest = max(longest, before[stage] + own + after_[stage])
     if schedule == "1f1b" and message:
-        longest = max(longest, _round_trips(stages, micro_batches, parts, message, there))
+        longest = max(longest, _round_trips(stages, micro_batches, parts, message, before))
     assert chunks * stages == len(parts)
     return longest
 
 
 def _round_trips(
-    stages: int, micro_batches: int, parts: Sequence[PartSeconds], message: float, there: Sequence[float]
+    stages: int, micro_batches: int, parts: Sequence[PartSeconds], message: float, before: Sequence[float]
 ) -> float:
-    """A stage takes a micro-batch after the warm-up only when one has come back from the last stage."""
+    """Return a lower bound for 1F1B with messages.
+
+    After the warm-up, a stage starts a micro-batch only when an earlier one has returned from the last stage.
+    """
     longest, trip = 0.0, 0.0
     for stage in reversed(range(stages)):
         trip += parts[stage].total + (2 * message if stage < stages - 1 else 0.0)
-        under_way = stages - stage
-        if micro_batches > under_way:
-            longest = max(longest, there[stage] + ((micro_batches - 1) // under_way + 1) * trip)
+        in_flight = stages - stage
+        if micro_batches > in_flight:
+            longest = max(longest, before[stage] + ((micro_batches - 1) // in_flight + 1) * trip)
     return longest

@@ -1,4 +1,4 @@
-"""What the ranks of nodes need at the least, against what each kind of node has."""
+"""Lower bounds of the memory of ranks, compared with the memory of each kind of node."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from typing import NamedTuple
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.memory_demand import MemoryDemand
-from hpctrain.plan.search.in_flight import Opened
+from hpctrain.plan.search.in_flight import CompleteGradients
 from hpctrain.plan.search.least_bytes import StateBytes, ZeroSplit
-from hpctrain.plan.search.model_partition import Form, ParameterCounts
+from hpctrain.plan.search.model_partition import ModelPartition, ParameterCounts
 from hpctrain.plan.search.search_space import Values
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 
-States = Callable[[ParameterCounts, Opened], float]
-"""Bytes of states of elements, where so many whole gradients are there at once."""
+States = Callable[[ParameterCounts, CompleteGradients], float]
+"""Function that returns the bytes of parameters and their state on a rank."""
 
 
 _ROUNDED = 1 - 1e-12
-"""What is exactly as much as a plan says is not to be more by the order of its sums."""
+"""Factor that keeps lower bounds below the planned bytes, whatever the order of sums."""
 
 
 class StageNeeds(NamedTuple):
-    """A stage that stands for those that hold as much: its number, which of a form's is like it, the kinds of
-    its parts by chunk, and the share of the largest memory that it has.
+    """Stage that stands for all stages with the same memory.
+
+    Attributes:
+        number: Number of the stage.
+        like: Index of its layers in `ModelPartition.stages`.
+        kinds: Kinds of its parts, by chunk.
+        share: Memory of its ranks, as a share of the largest memory of a rank.
     """
 
     number: int
@@ -34,104 +39,126 @@ class StageNeeds(NamedTuple):
     share: float
 
 
-class Needs:
-    """Of a deck on so many ranks, of which `per_node` of a group may be neighbours. Where kinds of node have
-    less memory than the largest, what is needed is told in bytes of that one: a rank that may have half as
-    much needs twice what it holds.
+class NodeNeeds:
+    """Lower bounds of the memory that ranks of a deck need.
+
+    If some kinds of node have less memory than others, needs are scaled to the largest: a rank that has half
+    of the largest memory counts with twice its bytes.
+
+    Args:
+        deck: The deck.
+        budget: Memory of the nodes.
+        per_node: Largest number of ranks of a group that share a node.
+
+    Attributes:
+        libraries: Bytes of a process without a model.
     """
 
     def __init__(self, deck: Deck, budget: MemoryBudget, per_node: int) -> None:
         self._ranks, self._per_node = budget.ranks, per_node
-        self.libraries, self._together = budget.process_bytes(deck), budget.ranks_within_limit(deck)
-        of_kinds = budget.mean_rank_bytes_by_kind(deck)
-        self._limit, self._shared = max(size for size, _ in of_kinds), budget.shared_bytes(deck)
-        self._shares = [(size / self._limit if len(of_kinds) > 1 else 1.0, ranks) for size, ranks in of_kinds]
-        full = (share * -(-ranks // self._together) for share, ranks in self._shares)
-        self._mean = sum(full) * self._together / self._ranks
+        self.libraries, self._sharing_ranks = budget.process_bytes(deck), budget.ranks_within_limit(deck)
+        kind_bytes = budget.mean_rank_bytes_by_kind(deck)
+        self._limit, self._shared = max(size for size, _ in kind_bytes), budget.shared_bytes(deck)
+        self._shares = [
+            (size / self._limit if len(kind_bytes) > 1 else 1.0, ranks) for size, ranks in kind_bytes
+        ]
+        full = (share * -(-ranks // self._sharing_ranks) for share, ranks in self._shares)
+        self._mean = sum(full) * self._sharing_ranks / self._ranks
         device = StateBytes.of(deck)
         self._states = {True: device, False: device.without_optimizer()}
         self._of_stages: dict[int, list[float]] = {}
         self._nodes: dict[int, list[tuple[Counter[int], float]]] = {}
 
     def states_of(self, at: LayoutSizes, zero: Values) -> States:
-        """Of the states of a stage's elements under some ZeRO."""
+        """Return the function for the bytes of parameters and their state with a choice of ZeRO."""
         stage, group = zero["layout.zero"], zero["layout.zero_group"]
-        kept = self._states[zero["memory.optimizer"] == "device"]
+        state_bytes = self._states[zero["memory.optimizer"] == "device"]
         assert isinstance(stage, int)
-        size, of_experts = at.data_ranks.size, at.expert_data_ranks.size
+        size, expert_group_size = at.data_ranks.size, at.expert_data_ranks.size
         if isinstance(group, int):
-            size, of_experts = group, min(group, of_experts)
+            size, expert_group_size = group, min(group, expert_group_size)
 
-        def states(elements: ParameterCounts, opened: Opened) -> float:
-            split = ZeroSplit(stage, size, of_experts, "none" if at.sliced else opened)
-            return kept.rank_bytes(elements, split, self._per_node)
+        def states(elements: ParameterCounts, complete_gradients: CompleteGradients) -> float:
+            split = ZeroSplit(stage, size, expert_group_size, "none" if at.sliced else complete_gradients)
+            return state_bytes.rank_bytes(elements, split, self._per_node)
 
         return states
 
     def planned(self, demand: MemoryDemand) -> float:
-        """As `most`, of a plan."""
-        shared = self._shared * (self._together - 1)
+        """Return the planned bytes of the node that needs most, in the unit of `largest`."""
+        shared = self._shared * (self._sharing_ranks - 1)
         return (demand.needed + shared) / (demand.limit.bytes + shared) * self._limit
 
-    def of_mean_rank(self, held: float) -> float:
-        """Where a rank holds so much in the mean over all, beside libraries."""
-        return (self.libraries + held) / self._mean * _ROUNDED
+    def of_mean_rank(self, mean_bytes: float) -> float:
+        """Return the bytes of a rank if ranks need `mean_bytes` on average without libraries."""
+        return (self.libraries + mean_bytes) / self._mean * _ROUNDED
 
     def mixes(self, at: LayoutSizes) -> bool:
-        """Whether ranks that share memory are of several stages."""
-        return bool(at.stage_ranks % self._together)
+        """Return True if ranks of several stages share memory."""
+        return bool(at.stage_ranks % self._sharing_ranks)
 
     def shares(self, at: LayoutSizes) -> list[float]:
-        """Of the largest memory, that which each stage's ranks have."""
+        """Return the memory of a rank of each stage, as a share of the largest memory."""
         if at.pipeline not in self._of_stages:
             self._of_stages[at.pipeline] = [self._share(at, stage) for stage in range(at.pipeline)]
         return self._of_stages[at.pipeline]
 
-    def places(self, at: LayoutSizes, form: Form) -> list[StageNeeds]:
-        """The stages of a form that are looked at: all, where a node's ranks are of several."""
+    def places(self, at: LayoutSizes, form: ModelPartition) -> list[StageNeeds]:
+        """Return the stages whose memory must be computed: all of them if nodes mix stages."""
         key = "places", at.stage_ranks
         if key not in form.memo:
             form.memo[key] = sorted(self._places(at, form))
-        found: list[StageNeeds] = form.memo[key]
-        return found
+        stage_needs: list[StageNeeds] = form.memo[key]
+        return stage_needs
 
-    def _places(self, at: LayoutSizes, form: Form) -> Iterator[StageNeeds]:
+    def _places(self, at: LayoutSizes, form: ModelPartition) -> Iterator[StageNeeds]:
         for like, stage in enumerate(form.stages):
             shares = {number: self._share(at, number) for number in stage.numbers}
             first = {share: number for number, share in reversed(shares.items())}
             for number in shares if self.mixes(at) else first.values():
                 yield StageNeeds(number, like, form.kinds_on(number), shares[number])
 
-    def most(self, at: LayoutSizes, places: Sequence[StageNeeds], held: Sequence[float]) -> float:
-        """Of the node that needs most of what it has, for a rank, where stages hold so much."""
+    def largest(self, at: LayoutSizes, places: Sequence[StageNeeds], stage_bytes: Sequence[float]) -> float:
+        """Return the bytes of a rank on the node that needs most.
+
+        Args:
+            at: Layout.
+            places: Stages.
+            stage_bytes: Bytes of a rank of each stage, without libraries.
+        """
         if not self.mixes(at):
-            each = ((self.libraries + own) / place.share for place, own in zip(places, held, strict=True))
+            each = (
+                (self.libraries + own) / place.share for place, own in zip(places, stage_bytes, strict=True)
+            )
             return max(each) * _ROUNDED
         needed = (
-            sum(many * (self.libraries + held[stage]) for stage, many in node.items()) / share
-            for node, share in self._several(at)
+            sum(ranks * (self.libraries + stage_bytes[stage]) for stage, ranks in node.items()) / share
+            for node, share in self._mixed_nodes(at)
         )
-        return max(needed) / self._together * _ROUNDED
+        return max(needed) / self._sharing_ranks * _ROUNDED
 
     def _share(self, at: LayoutSizes, stage: int) -> float:
-        """Of the kind of node under a stage that has least."""
+        """Return the least memory of the ranks of a stage, as a share of the largest."""
         if len(self._shares) == 1:
             return 1.0
-        first, last, begin, found = stage * at.stage_ranks, (stage + 1) * at.stage_ranks, 0, 1.0
+        first, last, begin, stage_needs = stage * at.stage_ranks, (stage + 1) * at.stage_ranks, 0, 1.0
         for share, ranks in self._shares:
             if begin < last and first < begin + ranks:
-                found = min(found, share)
+                stage_needs = min(stage_needs, share)
             begin += ranks
-        return found
+        return stage_needs
 
-    def _several(self, at: LayoutSizes) -> list[tuple[Counter[int], float]]:
-        """Of each node how many ranks are of which stage, and its share; nodes that are alike once."""
+    def _mixed_nodes(self, at: LayoutSizes) -> list[tuple[Counter[int], float]]:
+        """Return the number of ranks of each stage on each node, and the node's share of the largest memory.
+
+        Equal nodes are listed once.
+        """
         if at.pipeline not in self._nodes:
-            found: dict[object, tuple[Counter[int], float]] = {}
+            stage_needs: dict[object, tuple[Counter[int], float]] = {}
             shares = [share for share, ranks in self._shares for _ in range(ranks)]
-            for first in range(0, self._ranks, self._together):
-                last = min(first + self._together, self._ranks)
+            for first in range(0, self._ranks, self._sharing_ranks):
+                last = min(first + self._sharing_ranks, self._ranks)
                 node = Counter(rank // at.stage_ranks for rank in range(first, last))
-                found[frozenset(node.items()), shares[first]] = node, shares[first]
-            self._nodes[at.pipeline] = list(found.values())
+                stage_needs[frozenset(node.items()), shares[first]] = node, shares[first]
+            self._nodes[at.pipeline] = list(stage_needs.values())
         return self._nodes[at.pipeline]

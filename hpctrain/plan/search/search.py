@@ -1,8 +1,8 @@
-"""The quickest layouts that fit, in their order: exact by the plan's own seconds and bytes.
+"""Best-first search for the fastest layouts that fit. It is exact by predicted time and memory.
 
-Best first (Hart, Nilsson and Raphael 1968): of all nodes of the tree that are open, the one whose bound is
-least is looked into. A layout that comes up with its own seconds is quicker than all that was not looked at;
-whether it fits is then asked of the plan of its memory.
+Of all open nodes of the tree, the one with the least lower bound is expanded (Hart, Nilsson and Raphael
+1968). If a complete layout has the least bound, it is faster than all that were not visited. Then its memory
+is planned.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hpctrain.deck.schema import Deck
 from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.layout_tree import Tree
+from hpctrain.plan.search.layout_tree import LayoutTree
 from hpctrain.plan.search.partition_choices import LEAST_GAIN
 from hpctrain.plan.search.search_space import EVERY, TRIED, SearchSpace
-from hpctrain.plan.search.tree_nodes import Fell, LayoutNode, Node
+from hpctrain.plan.search.tree_nodes import LayoutNode, Node, RejectedLayouts
 from hpctrain.plan.time.machine_rates import MachineRates
 
 BEST = 10
-"""Layouts that are told."""
+"""Number of layouts that are listed."""
 
 Progress = Callable[[int], None]
-"""Told of every node that is looked into, with how many there were."""
+"""Function that is called with the number of visited nodes."""
 
 
 @dataclass(frozen=True)
 class Missed:
-    """A layout that does not fit, and what a node lacks."""
+    """Layout that does not fit, and the memory that a node needs."""
 
     candidate: Candidate
     demand: MemoryDemand
@@ -42,12 +42,18 @@ class Missed:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best layouts, the quickest first, what became of others, how many nodes of the tree were left open,
-    the quickest layout that does not fit, if one came up, and the schedules that were not tried.
+    """Result of a search.
+
+    Attributes:
+        best: The best layouts, the fastest first.
+        rejected: Counts of rejected layouts.
+        slower: Number of nodes that were not expanded.
+        missed: Fastest layout that does not fit; None if none was visited.
+        untried: Schedules that were not searched.
     """
 
     best: tuple[Candidate, ...]
-    fell: Fell
+    rejected: RejectedLayouts
     slower: int
     missed: Missed | None
     untried: tuple[str, ...] = ()
@@ -62,54 +68,62 @@ def search(
     progress: Progress | None = None,
     schedules: Sequence[str] = TRIED,
 ) -> SearchResult:
-    """The layouts of a deck on so many ranks of a machine, `best` of them, or all that fit; by one of these
-    schedules where the deck gives none.
+    """Return the fastest layouts of a deck that fit.
 
-    One that fits has its blocks split as a run does by itself, or by seconds, where that is so much quicker
-    and fits too; on several kinds of node all layouts are split by seconds.
+    Blocks are split by FLOPs, as in a run. They are split by seconds if this is clearly faster and fits, or
+    if there are several kinds of node.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks.
+        machine: Rates of the machine.
+        budget: Memory of the nodes.
+        best: Number of layouts.
+        progress: Function that is called with the number of visited nodes.
+        schedules: Schedules to search if the deck sets none.
     """
     choices = SearchSpace(deck, ranks, schedules)
-    tree = Tree(choices, machine, budget, budget.mean_rank_bytes(deck))
+    tree = LayoutTree(choices, machine, budget, budget.mean_rank_bytes(deck))
     queue = _Queue(tree.roots(), lambda node: node.bound)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     split_otherwise = set[object]()
     missed: Missed | None = None
-    for looked, node in enumerate(queue):
+    for visited, node in enumerate(queue):
         if progress is not None:
-            progress(looked)
+            progress(visited)
         if not isinstance(node, LayoutNode):
             queue.add(tree.children(node))
         elif node.causes is None:
-            if not tree.fell.cannot_be(check_deck(node.deck, ranks), node.deck):
+            if not tree.rejected.reject(check_deck(node.deck, ranks), node.deck):
                 queue.add([_timed(tree, node)])
         elif node.deck not in split_otherwise and _is_worth_it(tree, node):
             candidate, demand = _planned(tree, node)
             if _fits(demand):
-                found.append(candidate)
-                if node.usual is not None:
-                    split_otherwise.add(node.usual.deck)
+                candidates.append(candidate)
+                if node.by_flops is not None:
+                    split_otherwise.add(node.by_flops.deck)
             else:
-                tree.fell.counts["memory plan"] += 1
+                tree.rejected.counts["memory plan"] += 1
                 assert demand is not None
                 missed = missed or Missed(candidate, demand)
-        if len(found) == best:
+        if len(candidates) == best:
             break
-    left = () if choices.given("layout.schedule") else [each for each in EVERY if each not in schedules]
-    return SearchResult(tuple(found), tree.fell, len(queue), missed, tuple(left))
+    untried = () if choices.is_set("layout.schedule") else [each for each in EVERY if each not in schedules]
+    return SearchResult(tuple(candidates), tree.rejected, len(queue), missed, tuple(untried))
 
 
-def _timed(tree: Tree, node: LayoutNode) -> LayoutNode:
-    """A layout with its own seconds."""
+def _timed(tree: LayoutTree, node: LayoutNode) -> LayoutNode:
+    """Return a layout with its predicted seconds."""
     causes = tree.seconds(node)
     return replace(node, bound=sum(causes.values()), causes=causes)
 
 
-def _is_worth_it(tree: Tree, node: LayoutNode) -> bool:
-    """Whether one that is not split as usual is that much quicker than the one that is, which fits."""
-    if node.usual is None:
+def _is_worth_it(tree: LayoutTree, node: LayoutNode) -> bool:
+    """Return True if the layout is split by FLOPs, or clearly faster than with that split, which fits."""
+    if node.by_flops is None:
         return True
-    usual = _timed(tree, node.usual)
-    return node.bound <= (1 - LEAST_GAIN) * usual.bound and _fits(_planned(tree, usual)[1])
+    by_flops = _timed(tree, node.by_flops)
+    return node.bound <= (1 - LEAST_GAIN) * by_flops.bound and _fits(_planned(tree, by_flops)[1])
 
 
 def _fits(demand: MemoryDemand | None) -> bool:
@@ -117,39 +131,40 @@ def _fits(demand: MemoryDemand | None) -> bool:
 
 
 def least_memory_layout(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> Missed | None:
-    """Of a deck's layouts the one whose nodes need least of what they have; None where there is none, or it
-    is not known what a node has.
-    """
-    tree, found = Tree(SearchSpace(deck, ranks, EVERY), machine, budget, inf), list[tuple[float, Missed]]()
-    for node in _roomy(tree):
-        if found and node.least >= found[0][0]:
+    """Return the layout whose nodes need least memory; None if there is none or the limit is unknown."""
+    tree, candidates = (
+        LayoutTree(SearchSpace(deck, ranks, EVERY), machine, budget, inf),
+        list[tuple[float, Missed]](),
+    )
+    for node in _by_least_memory(tree):
+        if candidates and node.least >= candidates[0][0]:
             break  # nor does any that has not come up need less
         candidate, demand = _planned(tree, node)
         if demand is None:
             return None
         each = tree.needs.planned(demand), Missed(candidate, demand)
-        found = [min([*found, each], key=itemgetter(0))]
-    return found[0][1] if found else None
+        candidates = [min([*candidates, each], key=itemgetter(0))]
+    return candidates[0][1] if candidates else None
 
 
 def some_layout_fits(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> bool:
-    """Whether any of a deck's layouts fits."""
-    tree = Tree(SearchSpace(deck, ranks, EVERY), machine, budget, budget.mean_rank_bytes(deck))
-    return any(_fits(_planned(tree, node)[1]) for node in _roomy(tree))
+    """Return True if any layout of a deck fits."""
+    tree = LayoutTree(SearchSpace(deck, ranks, EVERY), machine, budget, budget.mean_rank_bytes(deck))
+    return any(_fits(_planned(tree, node)[1]) for node in _by_least_memory(tree))
 
 
-def _roomy(tree: Tree) -> Iterator[LayoutNode]:
-    """Layouts in the order of what they need at the least."""
+def _by_least_memory(tree: LayoutTree) -> Iterator[LayoutNode]:
+    """Yield the layouts in the order of their lower bounds of memory."""
     queue = _Queue(tree.roots(), lambda node: node.least)
     for node in queue:
         if not isinstance(node, LayoutNode):
             queue.add(tree.children(node))
-        elif not tree.fell.cannot_be(check_deck(node.deck, tree.choices.ranks), node.deck):
+        elif not tree.rejected.reject(check_deck(node.deck, tree.choices.ranks), node.deck):
             yield _timed(tree, node)
 
 
 class _Queue:
-    """Open nodes, the least first; those that are alike in the order in which they came."""
+    """Open nodes, the least first. Equal nodes are in the order in which they were added."""
 
     def __init__(self, nodes: Iterable[Node], size: Callable[[Node], float]) -> None:
         self._size, self._order = size, count()
@@ -157,7 +172,7 @@ class _Queue:
         heapify(self._nodes)
 
     def add(self, nodes: Iterable[Node]) -> None:
-        """Others, which are also open."""
+        """Add open nodes."""
         for node in nodes:
             heappush(self._nodes, (self._size(node), next(self._order), node))
 
@@ -169,8 +184,8 @@ class _Queue:
             yield heappop(self._nodes)[-1]
 
 
-def _planned(tree: Tree, node: LayoutNode) -> tuple[Candidate, MemoryDemand | None]:
-    """What a layout takes and holds."""
+def _planned(tree: LayoutTree, node: LayoutNode) -> tuple[Candidate, MemoryDemand | None]:
+    """Return the predicted time and memory of a layout."""
     assert node.causes is not None
     memory = tree.memory(node)
     demand = tree.budget.demand(node.deck, memory)

@@ -1,10 +1,11 @@
-"""From what `hpctrain plan --search` is asked for to its table, JSON, picture and deck."""
+"""Output of `hpctrain plan --search`: table, JSON, picture and deck."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import InputOutputError
@@ -19,56 +20,73 @@ from hpctrain.report.figures import require_picture_suffix, write_figure
 from hpctrain.report.pareto import LayoutCandidate, draw_pareto
 
 
-def searched(
-    deck: Path,
-    ranks: int | None,
-    overrides: Sequence[str],
-    wished: SearchOptions,
-    write: Path | None,
-    as_json: bool,
-    *,
-    force: bool,
-    plot: Path | None,
-) -> str:
-    """The table of the best layouts, or their JSON; the deck of the quickest and a picture are written, too.
+@dataclass(frozen=True)
+class SearchFiles:
+    """Files and format of the output.
 
-    HpctrainError, before anything is planned, where something is wrong with a file to be written.
+    Attributes:
+        write: File for the deck with the fastest layout; None for none.
+        force: True to replace that file.
+        plot: File for a picture; None for none.
+        as_json: True for JSON instead of a table.
+    """
+
+    write: Path | None
+    force: bool
+    plot: Path | None
+    as_json: bool
+
+
+def search_output(
+    deck: Path, ranks: int | None, overrides: Sequence[str], options: SearchOptions, output: SearchFiles
+) -> str:
+    """Return the table or the JSON of a search, and write its deck and its picture.
+
+    Args:
+        deck: File of the deck.
+        ranks: Number of ranks; None is an error.
+        overrides: Arguments of `--set`.
+        options: Options of the search.
+        output: Files and format of the output.
+
+    Raises:
+        HpctrainError: A file cannot be written. Nothing has been searched.
     """
     ranks = required_ranks(ranks)
-    if write is not None:
-        require_writable(write)
-        check_output(write, force)
-    if plot is not None:
-        require_picture_suffix(plot)
-    with progress_bar(None, "layouts looked at") as looked:
-        found = search_deck(deck, ranks, overrides, wished, looked)
-        more = trade_offs(found, wished) if plot is not None else []
-    if write is not None:
-        _write(write, found.text)
-    if plot is not None:
-        shown = [
-            LayoutCandidate(_label(found, each.changes), each.seconds, each.memory_bytes)
-            for each in (*found.found.best, *more)
+    if output.write is not None:
+        require_writable(output.write)
+        check_output(output.write, output.force)
+    if output.plot is not None:
+        require_picture_suffix(output.plot)
+    with progress_bar(None, "layouts looked at") as progress:
+        result = search_deck(deck, ranks, overrides, options, progress)
+        more = trade_offs(result, options) if output.plot is not None else []
+    if output.write is not None:
+        _write(output.write, result.text)
+    if output.plot is not None:
+        candidates = [
+            LayoutCandidate(_label(result, each.changes), each.seconds, each.memory_bytes)
+            for each in (*result.result.best, *more)
         ]
-        write_figure(plot, lambda: draw_pareto(_title(found), shown))
-    return json.dumps(found.row(), indent=1) if as_json else search_text(found)
+        write_figure(output.plot, lambda: draw_pareto(_title(result), candidates))
+    return json.dumps(result.row(), indent=1) if output.as_json else search_text(result)
 
 
-def _label(found: DeckSearch, changes: Values) -> str:
-    own = changed(found.deck, changes)
+def _label(result: DeckSearch, changes: Values) -> str:
+    own = changed(result.deck, changes)
     return ", ".join(f"{key.partition('.')[2]} {value}" for key, value in own.items()) or "as the deck is"
 
 
-def _title(found: DeckSearch) -> str:
-    return f"{found.deck.run.title} on {found.ranks} ranks, {found.machine.name}"
+def _title(result: DeckSearch) -> str:
+    return f"{result.deck.run.title} on {result.ranks} ranks, {result.machine.name}"
 
 
 def _write(path: Path, text: str) -> None:
-    """The whole file, or none."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file completely, or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise InputOutputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""The nodes of the tree of layouts, and what became of those that are none."""
+"""Nodes of the tree of layouts, and counts of rejected layouts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from hpctrain.plan.search.least_bytes import ModelActivations
 from hpctrain.plan.search.least_seconds import PartSeconds
 from hpctrain.plan.time.layer_seconds import LayerSeconds, LayerSizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
-from hpctrain.plan.time.stage_nodes import Ground
+from hpctrain.plan.time.stage_nodes import StageNodes
 
 _NONE = PartSeconds(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Fell:
-    """What became of other layouts: how many cannot be, and the first reason of each kind; how many whole
-    ones were looked at, and what did not fit into memory, by its least need and by its plan.
+class RejectedLayouts:
+    """Counts of layouts that were rejected.
+
+    Attributes:
+        impossible: Number of layouts that are not supported, by key of the deck.
+        reasons: First reason for each of these keys.
+        counts: Number of complete layouts that were visited ("layouts"), that did not fit by their lower
+            bound ("memory"), and by their plan ("memory plan").
     """
 
     impossible: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def cannot_be(self, problems: Sequence[DeckProblem], deck: Deck) -> bool:
-        """Whether there are any."""
+    def reject(self, problems: Sequence[DeckProblem], deck: Deck) -> bool:
+        """Count a layout that has problems. Return True if it has any."""
         if problems:
             first = problems[0]
             self.impossible[first.key] += 1
@@ -40,8 +45,18 @@ class Fell:
 
 @dataclass(frozen=True)
 class SplitLayers:
-    """How layers are split, and what each kind of layer then takes and keeps of a micro-batch. Of every node
-    `bound` are seconds that no layout below it undercuts, `least` the bytes of a mean rank that none does.
+    """Node whose split of layers over tensor, context and expert ranks is known.
+
+    Attributes:
+        bound: Lower bound of the seconds of all layouts below.
+        least: Lower bound of the bytes of a mean rank.
+        deck: Deck with the split.
+        at: Sizes of the layout.
+        of_kinds: Seconds of each kind of layer, for each kind of node of the machine.
+        activations: Bytes of one micro-batch in the layers.
+        needs: Lower bound of the bytes of a rank, by number of stages. It has only numbers of stages that may
+            fit.
+        layers: Layers of the model.
     """
 
     bound: float
@@ -49,42 +64,57 @@ class SplitLayers:
     deck: Deck
     at: LayoutSizes
     of_kinds: tuple[Mapping[LayerSizes, LayerSeconds], ...]
-    """Of the machine's kinds of node, each by itself."""
-    kept: ModelActivations
+    activations: ModelActivations
     needs: Mapping[int, float]
-    """Bytes of a rank at the least by numbers of stages that may fit."""
     layers: tuple[LayerSizes, ...]
 
     @cached_property
-    def _of_groups(self) -> dict[tuple[int, ...], tuple[list[PartSeconds], list[float]]]:
+    def _group_seconds(self) -> dict[tuple[int, ...], tuple[list[PartSeconds], list[float]]]:
         return {}
 
-    def on(self, ground: Ground, group: int) -> tuple[list[PartSeconds], list[float]]:
-        """Seconds of the layers before each, and of each, on stages of a group."""
-        key = ground.numbers[group]
-        if key not in self._of_groups:
-            seconds = self.of_kinds[key[0]] if len(key) == 1 else ground.layers(self.layers, group)
+    def on(self, nodes: StageNodes, group: int) -> tuple[list[PartSeconds], list[float]]:
+        """Return the seconds of the layers before each layer, and of each layer, on a group of nodes."""
+        key = nodes.numbers[group]
+        if key not in self._group_seconds:
+            seconds = self.of_kinds[key[0]] if len(key) == 1 else nodes.layers(self.layers, group)
             total = {layer: each.total for layer, each in seconds.items()}
-            self._of_groups[key] = _prefix(self.layers, seconds), [total[layer] for layer in self.layers]
-        return self._of_groups[key]
+            self._group_seconds[key] = _prefix(self.layers, seconds), [total[layer] for layer in self.layers]
+        return self._group_seconds[key]
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Layers split so over a number of stages."""
+    """Node whose number of stages is known, too.
+
+    Attributes:
+        bound: Lower bound of the seconds of all layouts below.
+        least: Lower bound of the bytes of a rank.
+        deck: Deck with the split and the number of stages.
+        at: Sizes of the layout.
+        layers: Node above.
+        nodes: Kinds of node of the stages.
+    """
 
     bound: float
     least: float
     deck: Deck
     at: LayoutSizes
     layers: SplitLayers
-    ground: Ground
+    nodes: StageNodes
 
 
 @dataclass(frozen=True)
 class LayoutNode:
-    """All of a layout, with its own seconds by cause once they are known: then the bound is their sum. Where
-    its blocks are not split as a run does by itself, `usual` is the layout that has them so.
+    """Leaf of the tree, a complete layout.
+
+    Attributes:
+        bound: Lower bound of its seconds; their sum once `causes` is known.
+        least: Lower bound of the bytes of a rank.
+        deck: Deck with the layout.
+        at: Sizes of the layout.
+        split: Number of blocks of each part.
+        causes: Seconds of a step by cause; None if they were not computed yet.
+        by_flops: Layout with the blocks split by FLOPs, as in a run; None if it is this one.
     """
 
     bound: float
@@ -93,23 +123,23 @@ class LayoutNode:
     at: LayoutSizes
     split: tuple[int, ...]
     causes: Mapping[str, float] | None = None
-    usual: LayoutNode | None = None
+    by_flops: LayoutNode | None = None
 
 
 Node = SplitLayers | Staged | LayoutNode
 
 
 def part_of(passes: LayerSeconds) -> PartSeconds:
-    """Seconds of a layer, of all causes."""
+    """Return the seconds of a layer, summed over causes."""
     return PartSeconds(
         *(sum(each.values()) for each in (passes.forward, passes.input_gradient, passes.weight_gradient))
     )
 
 
 def _prefix(layers: Sequence[LayerSizes], seconds: Mapping[LayerSizes, LayerSeconds]) -> list[PartSeconds]:
-    """Seconds of the layers before each."""
-    of_layers = {layer: part_of(passes) for layer, passes in seconds.items()}
-    return list(accumulate((of_layers[layer] for layer in layers), _plus, initial=_NONE))
+    """Return the seconds of the layers before each layer."""
+    layer_seconds = {layer: part_of(passes) for layer, passes in seconds.items()}
+    return list(accumulate((layer_seconds[layer] for layer in layers), _plus, initial=_NONE))
 
 
 def _plus(one: PartSeconds, other: PartSeconds) -> PartSeconds:

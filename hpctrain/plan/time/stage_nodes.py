@@ -18,7 +18,7 @@ from hpctrain.plan.time.reduction_seconds import after_backward
 _NOT_TIMED = ("name", "source", "nodes", "memory", "others", "date", "processor", "ranks", "spread")
 
 
-class Ground:
+class StageNodes:
     """The kinds of node under a pipeline's stages: `of_stage` has the number of each one's `groups`, and a
     group the kinds that stages of it lie on, alone or together, `numbers` their places in the machine. Kinds
     that are as fast are one.

@@ -23,7 +23,7 @@ from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.plan.time.layer_seconds import LayerSeconds, LayerSizes, added, layer_sizes, times
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates, collective_seconds, message_seconds
-from hpctrain.plan.time.stage_nodes import Ground, ranks_of_kinds
+from hpctrain.plan.time.stage_nodes import StageNodes, ranks_of_kinds
 
 CAUSES = (
     "products",
@@ -162,7 +162,7 @@ def busiest_seconds(
     On several kinds of node it is the one that takes longest after its last backward: none waits for another
     there, and the step is over when the last of them is.
     """
-    ground = Ground(machine, at)
+    ground = StageNodes(machine, at)
     of_groups = [ground.layers(layers, group) for group in range(len(ground.groups))]
     parts = _parts(layers, split)
     homes = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
@@ -231,7 +231,7 @@ def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, Lay
     )
 
 
-def split_by_seconds(layers: Sequence[LayerSizes], ground: Ground, schedule: Schedule) -> tuple[int, ...]:
+def split_by_seconds(layers: Sequence[LayerSizes], ground: StageNodes, schedule: Schedule) -> tuple[int, ...]:
     """Blocks of every part of a schedule so that its longest stage is as short as can be, each on the nodes
     that it lies on.
     """
@@ -242,7 +242,7 @@ def split_by_seconds(layers: Sequence[LayerSizes], ground: Ground, schedule: Sch
     return tuple(split_by_stage_times([times[group] for group in ground.of_stage], schedule))
 
 
-def messages_of(schedule: Schedule, hidden: int, ground: Ground) -> list[float]:
+def messages_of(schedule: Schedule, hidden: int, ground: StageNodes) -> list[float]:
     """Seconds of hidden states from each part to the next, none where both are on one stage."""
     found = dict[tuple[int, int], float]()
     homes = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]

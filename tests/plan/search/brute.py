@@ -20,7 +20,7 @@ from hpctrain.plan.memory_budget import MemoryBudget
 from hpctrain.plan.time.layer_seconds import layer_sizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates
-from hpctrain.plan.time.stage_nodes import Ground
+from hpctrain.plan.time.stage_nodes import StageNodes
 from hpctrain.plan.time.step_plan import plan_step, split_by_seconds
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v", "zb-v")
@@ -147,7 +147,7 @@ class Brute:
             return None
         shape = ModelShape.of(deck, vocabulary)
         at = LayoutSizes.of(deck, self.ranks, deck.machine.ranks_per_node or self.machine.ranks_per_node)
-        layers, ground = layer_sizes(shape, ()), Ground(self.machine, at)
+        layers, ground = layer_sizes(shape, ()), StageNodes(self.machine, at)
         form = outline_schedule(deck)
         seconds = {layer: each.total for layer, each in ground.layers(layers, 0).items()}
 

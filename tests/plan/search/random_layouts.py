@@ -10,7 +10,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory_budget import MemoryBudget
-from hpctrain.plan.search.layout_tree import Tree
+from hpctrain.plan.search.layout_tree import LayoutTree
 from hpctrain.plan.search.search_space import SearchSpace
 from hpctrain.plan.search.tree_nodes import LayoutNode
 from hpctrain.plan.time.machine_rates import MachineRates
@@ -107,7 +107,7 @@ def bare(deck: Deck, ranks: int) -> Bare:
     return Bare(ranks, deck.model.vocabulary)
 
 
-def layouts(tree: Tree) -> Iterator[LayoutNode]:
+def layouts(tree: LayoutTree) -> Iterator[LayoutNode]:
     """All that a tree has."""
     nodes = list(tree.roots())
     while nodes:
@@ -118,6 +118,6 @@ def layouts(tree: Tree) -> Iterator[LayoutNode]:
             nodes.extend(tree.children(node))
 
 
-def tree_of(deck: Deck, ranks: int, machine: MachineRates, limit: float) -> Tree:
+def tree_of(deck: Deck, ranks: int, machine: MachineRates, limit: float) -> LayoutTree:
     """That of a deck whose ranks may hold so many bytes."""
-    return Tree(SearchSpace(deck, ranks), machine, bare(deck, ranks), limit)
+    return LayoutTree(SearchSpace(deck, ranks), machine, bare(deck, ranks), limit)

@@ -68,7 +68,7 @@ def plan(*words: object) -> Result:
 
 
 def test_what_is_found_takes_as_long_and_holds_as_much_as_its_deck_by_itself(path: Path) -> None:
-    found = search_deck(path, RANKS, (), SearchOptions()).found.best
+    found = search_deck(path, RANKS, (), SearchOptions()).result.best
     assert len(found) == 10
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     for each in (found[0], found[-1]):
@@ -110,10 +110,10 @@ def test_a_plan_of_an_open_deck_is_that_of_the_quickest_layout(path: Path) -> No
 
 def test_keys_that_are_given_stay(path: Path) -> None:
     given = ["batch.micro_size=2", "memory.recompute=full", "layout.tensor=4", "layout.pipeline=2"]
-    best = search_deck(path, RANKS, given, SearchOptions()).found.best
+    best = search_deck(path, RANKS, given, SearchOptions()).result.best
     assert all(each.deck.layout.tensor == 4 and each.deck.layout.pipeline == 2 for each in best)
     assert not {"batch.micro_size", "memory.recompute", "layout.tensor"} & set(best[0].changes)
-    opened = search_deck(path, RANKS, [*given, "layout.tensor="], SearchOptions()).found.best
+    opened = search_deck(path, RANKS, [*given, "layout.tensor="], SearchOptions()).result.best
     assert opened[0].seconds <= best[0].seconds and "layout.tensor" in opened[0].changes
 
 
@@ -124,14 +124,14 @@ def test_keys_that_are_given_stay(path: Path) -> None:
 def test_a_key_may_be_given_alone_that_asks_others_to_be_chosen(
     path: Path, given: str, value: object
 ) -> None:
-    best = search_deck(path, RANKS, [given, "layout.context=1"], SearchOptions()).found.best
+    best = search_deck(path, RANKS, [given, "layout.context=1"], SearchOptions()).result.best
     assert all(each.deck.value(given.partition("=")[0]) == value for each in best)
     deck = read_deck(path, [given, "layout.auto=true"])
     assert laid_out(deck, RANKS).value(given.partition("=")[0]) == value
 
 
 def test_a_group_of_a_node_is_of_as_many_ranks_as_the_machine_says(path: Path) -> None:
-    best = search_deck(path, RANKS, ["layout.zero=1", "layout.zero_group=node"], SearchOptions()).found.best
+    best = search_deck(path, RANKS, ["layout.zero=1", "layout.zero_group=node"], SearchOptions()).result.best
     assert all(each.deck.layout.zero_group == "node" for each in best)
 
 
@@ -181,11 +181,11 @@ def test_impossible_wishes(path: Path, overrides: list[str], ranks: int, words: 
 
 
 def test_less_memory_asks_for_another_layout_and_more_seconds(path: Path) -> None:
-    roomy = search_deck(path, RANKS, (), SearchOptions()).found
-    tight = search_deck(path, RANKS, ["machine.memory=16 GB"], SearchOptions()).found
+    roomy = search_deck(path, RANKS, (), SearchOptions()).result
+    tight = search_deck(path, RANKS, ["machine.memory=16 GB"], SearchOptions()).result
     assert tight.best[0].node_bytes <= 16e9 < roomy.best[0].node_bytes
     assert tight.best[0].seconds >= roomy.best[0].seconds
-    assert tight.fell.counts["memory"] > roomy.fell.counts["memory"]
+    assert tight.rejected.counts["memory"] > roomy.rejected.counts["memory"]
 
 
 def test_words_tell_the_best_and_why_others_fell(path: Path) -> None:
@@ -222,7 +222,7 @@ def test_files_that_cannot_be_written(path: Path, arguments: list[str], words: s
 def test_published_machines_keep_their_habits(path: Path) -> None:
     """Gradients are summed as the machine does, and memory is that of its nodes."""
     machine = read_machine("selene-2021")
-    deck = search_deck(path, RANKS, (), SearchOptions(rates=machine)).found.best[0].deck
+    deck = search_deck(path, RANKS, (), SearchOptions(rates=machine)).result.best[0].deck
     assert deck.precision.gradients == "compute" and deck.machine.memory == 640e9
 
 

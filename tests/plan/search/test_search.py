@@ -22,7 +22,7 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.plan.memory_demand import MemoryDemand
 from hpctrain.plan.memory_plan import MemoryPlan
-from hpctrain.plan.search.layout_tree import Tree
+from hpctrain.plan.search.layout_tree import LayoutTree
 from hpctrain.plan.search.search import SearchResult, least_memory_layout, search, some_layout_fits
 from hpctrain.plan.search.search_space import EVERY, SearchSpace
 from hpctrain.plan.search.tree_nodes import LayoutNode, Node
@@ -182,7 +182,7 @@ def found_by(case: Case, best: int = 10) -> SearchResult:
 OPEN = ("model.layers=8", "batch.global_size=32", "model.vocabulary=50000")
 
 
-def down(tree: Tree, node: Node, random: Random) -> list[Node]:
+def down(tree: LayoutTree, node: Node, random: Random) -> list[Node]:
     """The nodes of a way from one that is open to a layout; shorter where nothing is below."""
     way = [node]
     while not isinstance(way[-1], LayoutNode):
@@ -256,7 +256,7 @@ def test_a_schedule_of_a_file_is_for_its_stages_and_micro_batches(tmp_path: Path
     assert set(staged) == {4}
     wrong = found_by(replace(case, layout=layout | {"pipeline": 8}))
     assert not wrong.best
-    assert f"{path}: has 4 stages, expected layout.pipeline = 8" in wrong.fell.reasons["layout.schedule"]
+    assert f"{path}: has 4 stages, expected layout.pipeline = 8" in wrong.rejected.reasons["layout.schedule"]
 
 
 @pytest.mark.parametrize("chunks", [{}, {"chunks": 2}])
@@ -297,7 +297,7 @@ def test_where_nothing_fits_the_quickest_is_told_with_what_lacks() -> None:
     needs = [budget.plan(each.deck).max_node_bytes(8) / 8 for each in known]
     case = replace(case, rank_bytes=0.97 * min(needs))
     found = found_by(case)
-    assert found.fell.counts["memory"] + found.fell.counts["memory plan"] > 0
+    assert found.rejected.counts["memory"] + found.rejected.counts["memory plan"] > 0
     assert not found.best
     assert found.missed is None or not found.missed.demand.fits
     assert found_by(replace(case, rank_bytes=1.001 * min(needs))).best
@@ -329,8 +329,8 @@ def test_a_search_goes_on_however_many_do_not_fit_by_their_plan() -> None:
     case = Case((*OPEN, "batch.global_size=128"), given, {"activations": "keep"})
     budget = Picky(case.ranks, 50_000)
     found = search(case.deck, case.ranks, case.machine, budget, 5)
-    assert found.fell.counts["memory plan"] > 300
-    tree = Tree(SearchSpace(case.deck, case.ranks), case.machine, budget, 1e15)
+    assert found.rejected.counts["memory plan"] > 300
+    tree = LayoutTree(SearchSpace(case.deck, case.ranks), case.machine, budget, 1e15)
     fitting = [
         each
         for each in layouts(tree)
@@ -350,7 +350,7 @@ def test_what_needs_least_is_found_though_others_need_less_by_their_bounds() -> 
 def test_ranks_that_nothing_divides() -> None:
     prime = found_by(Case((*OPEN, "batch.micro_size=1"), {"pipeline": 1}, KEPT, ranks=61))
     assert not prime.best
-    assert {"layout.tensor", "batch.global_size"} & set(prime.fell.impossible)
+    assert {"layout.tensor", "batch.global_size"} & set(prime.rejected.impossible)
     assert prime.missed is None
     staged = found_by(Case((*OPEN, "model.layers=64", "batch.micro_size=1"), {}, KEPT, ranks=61), 1)
     assert [each.deck.layout.pipeline for each in staged.best] == [61]

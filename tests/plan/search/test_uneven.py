@@ -16,7 +16,7 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
 from hpctrain.plan.memory_budget import MemoryBudget
-from hpctrain.plan.search.layout_tree import Tree
+from hpctrain.plan.search.layout_tree import LayoutTree
 from hpctrain.plan.search.partition_choices import LEAST_GAIN
 from hpctrain.plan.search.search import search
 from hpctrain.plan.search.search_space import SearchSpace, with_values
@@ -42,11 +42,11 @@ def budget_on(ranks: int, memories: tuple[tuple[str, int, float], ...]) -> Memor
     return MemoryBudget(ranks, 61, 2, memories)
 
 
-def tree_of(deck: Deck, ranks: int, machine: MachineRates) -> Tree:
-    return Tree(SearchSpace(deck, ranks), machine, budget_on(ranks, machine.memories), inf)
+def tree_of(deck: Deck, ranks: int, machine: MachineRates) -> LayoutTree:
+    return LayoutTree(SearchSpace(deck, ranks), machine, budget_on(ranks, machine.memories), inf)
 
 
-def layouts(tree: Tree) -> Iterator[tuple[list[Node], LayoutNode]]:
+def layouts(tree: LayoutTree) -> Iterator[tuple[list[Node], LayoutNode]]:
     """All that can be, each with the nodes above it."""
     for root in tree.roots():
         for staged in tree.children(root):
@@ -94,7 +94,7 @@ def test_nor_where_each_kind_is_good_at_another_layer() -> None:
         "layout.pipeline=2",
         "layout.tensor=1",
     )
-    tree = Tree(SearchSpace(deck, 8), machine, MemoryBudget(8, 500, 2), inf)
+    tree = LayoutTree(SearchSpace(deck, 8), machine, MemoryBudget(8, 500, 2), inf)
     for above, layout in layouts(tree):
         seconds = sum(tree.seconds(layout).values())
         assert all(node.bound <= seconds for node in (*above, layout))
@@ -135,7 +135,7 @@ def test_no_other_split_has_a_shorter_longest_stage(name: str) -> None:
         assert longest(tree, layout, layout.split) == pytest.approx(best)
 
 
-def longest(tree: Tree, layout: LayoutNode, split: tuple[int, ...]) -> float:
+def longest(tree: LayoutTree, layout: LayoutNode, split: tuple[int, ...]) -> float:
     """Of all stages the most that one computes in a micro-batch, with blocks split so."""
     first, *blocks, last = tree.layers
     seconds = [0.0] * layout.at.pipeline
@@ -147,7 +147,7 @@ def longest(tree: Tree, layout: LayoutNode, split: tuple[int, ...]) -> float:
     return max(seconds)
 
 
-def alone(tree: Tree, layout: LayoutNode, layer: LayerSizes, stage: int) -> float:
+def alone(tree: LayoutTree, layout: LayoutNode, layer: LayerSizes, stage: int) -> float:
     """Seconds of a layer of a micro-batch by the slowest node under a stage, found from ranks of nodes."""
     at, nodes = layout.at, [kind for kind in tree.machine.kinds for _ in range(kind.nodes or 0)]
     ranks = range(stage * at.stage_ranks, (stage + 1) * at.stage_ranks)
@@ -208,7 +208,7 @@ def test_what_is_needed_at_the_least_is_told_for_the_memory_of_each_kind() -> No
     machine = kinds(f"{FAST}\nmemory = 5e8").model_copy(update={"memory": 1e9})
     deck = machine.of_deck(deck_of(*keys))
     budget, alike = budget_on(8, machine.memories), budget_on(8, kinds(FAST).memories)
-    tree, plain = (Tree(SearchSpace(deck, 8), machine, each, inf) for each in (budget, alike))
+    tree, plain = (LayoutTree(SearchSpace(deck, 8), machine, each, inf) for each in (budget, alike))
     ratios = []
     for (above, layout), (_, other) in zip(layouts(tree), layouts(plain), strict=True):
         demand = budget.demand(deck, tree.memory(layout))
@@ -248,10 +248,10 @@ def test_on_one_kind_blocks_are_split_by_seconds_where_that_pays() -> None:
     assert isinstance(split[0].changes["layout.split"], tuple)
     assert split[0].seconds <= (1 - LEAST_GAIN) * plain[0].seconds
     assert [each.seconds for each in split] == sorted(each.seconds for each in split)
-    tree = Tree(SearchSpace(deck, 2), machine, budget, inf)
+    tree = LayoutTree(SearchSpace(deck, 2), machine, budget, inf)
     size = split[0].deck.batch.micro_size
     layout, other = (node for _, node in layouts(tree) if node.at.micro_size == size)
-    assert other.usual == layout and other.split == split[0].deck.layout.split
+    assert other.by_flops == layout and other.split == split[0].deck.layout.split
     every = [
         sum(step_seconds(tree.layers, layout.at, tree.schedule(layout), way, machine).values())
         for way in ways(8, 2)

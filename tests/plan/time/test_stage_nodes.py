@@ -19,7 +19,7 @@ from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.plan.time.layer_seconds import LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates, ProductRates, message_seconds, parse_machine
-from hpctrain.plan.time.stage_nodes import Ground
+from hpctrain.plan.time.stage_nodes import StageNodes
 from hpctrain.plan.time.step_plan import busiest_seconds, plan_step, split_by_seconds, step_seconds
 from tests.engines import small_deck
 from tests.plan.time.test_machine_rates import FILE
@@ -57,7 +57,7 @@ def test_stages_lie_on_the_nodes_that_their_ranks_fill() -> None:
     three = kinds(FAST, "memory_bandwidth = 3e10")
     names = [
         [tuple(kind.name for kind in ground.groups[group]) for group in ground.of_stage]
-        for ground in (Ground(three, at(p, 12 // p)) for p in (1, 2, 3, 4, 6))
+        for ground in (StageNodes(three, at(p, 12 // p)) for p in (1, 2, 3, 4, 6))
     ]
     slow, fast, other = "ours", "kind 0", "kind 1"
     assert names[0] == [(slow, fast, other)]
@@ -65,8 +65,8 @@ def test_stages_lie_on_the_nodes_that_their_ranks_fill() -> None:
     assert names[2] == [(slow,), (fast,), (other,)]
     assert names[3] == [(slow,), (slow, fast), (fast, other), (other,)]
     assert names[4] == [(slow,), (slow,), (fast,), (fast,), (other,), (other,)]
-    assert Ground(three, at(2, 2)).is_one
-    assert not Ground(three, at(3, 2)).is_one
+    assert StageNodes(three, at(2, 2)).is_one
+    assert not StageNodes(three, at(3, 2)).is_one
 
 
 def test_more_ranks_than_there_are_nodes_for() -> None:
@@ -128,7 +128,7 @@ def test_a_stage_on_two_kinds_goes_by_the_slowest() -> None:
 
 def test_what_is_sent_between_kinds_goes_by_the_slower_link() -> None:
     narrow = kinds("between = { bandwidth = 1e6, latency = 2e-5 }")
-    within, across = (Ground(narrow, at(p, 8 // p)) for p in (1, 2))
+    within, across = (StageNodes(narrow, at(p, 8 // p)) for p in (1, 2))
     assert {kind.between.bandwidth for kind in within.groups[0] if kind.between} == {1e6}
     (first,), (second,) = (across.groups[group] for group in across.of_stage)
     assert first.between and second.between
@@ -136,7 +136,7 @@ def test_what_is_sent_between_kinds_goes_by_the_slower_link() -> None:
     for one, other in ((0, 1), (1, 0)):
         assert {kind.between.bandwidth for kind in across.links(one, other) if kind.between} == {1e6}
     # Stages of one rank: two of each kind on a node, but where kinds meet there are nodes between.
-    near = Ground(narrow, at(8))
+    near = StageNodes(narrow, at(8))
     assert [near.at.crosses(3, stage) for stage in (2, 4)] == [False, True]
     assert {kind.between.bandwidth for kind in near.links(3, 4) if kind.between} == {1e6}
 
@@ -146,8 +146,8 @@ def test_stages_that_are_twice_as_fast_hold_twice_the_blocks() -> None:
     nothing = replace(layers[1], matrices=(), core=None, elementwise=(), is_block=False)
     schedule = generate_schedule("1f1b", 4, 8, 1)
     bare = (nothing, *layers[1:-1], nothing)
-    assert split_by_seconds(bare, Ground(machine, at(4, 2)), schedule) == (2, 2, 4, 4)
-    assert split_by_seconds(bare, Ground(ONE, at(4, 2)), schedule) == (3, 3, 3, 3)
+    assert split_by_seconds(bare, StageNodes(machine, at(4, 2)), schedule) == (2, 2, 4, 4)
+    assert split_by_seconds(bare, StageNodes(ONE, at(4, 2)), schedule) == (3, 3, 3, 3)
 
 
 _STAGES = some.sampled_from([(1, 8), (2, 4), (4, 2), (8, 1)])
