@@ -25,7 +25,7 @@ from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.deck_search import chosen_layout, on_nodes_of, with_choice
-from hpctrain.plan.time.advice import Advice, advise
+from hpctrain.plan.time.advice import Advice, Planners, advise
 from hpctrain.plan.time.deck_rates import deck_rates
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.step_plan import StepPlan, plan_step
@@ -198,5 +198,6 @@ def plan_deck(
         demand = budget.demand(deck, memory)
         return memory.largest.memory.total, None if demand is None else demand.fits
 
-    advice = advise(deck, ranks, step, rates, read, predict_step, predict_memory, memory.largest.memory.total)
+    planners = Planners(read, predict_step, predict_memory)
+    advice = advise(deck, ranks, step, rates, planners, memory.largest.memory.total)
     return DeckPlan(*planned_deck, pipeline, rates, step, total_traffic, advice, title)

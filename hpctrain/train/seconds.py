@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.plan.time.deck_rates import deck_rates
 from hpctrain.plan.time.machine_rates import MachineRates
-from hpctrain.plan.time.measured_step import MeasuredStep, StepRecord, mean, middle, told_apart
+from hpctrain.plan.time.measured_step import MeasuredStep, StepRecord, mean, middle, separate_stage_waits
 from hpctrain.plan.time.step_plan import StepPlan, plan_step
 from hpctrain.plan.time.time_text import comparison_lines
 from hpctrain.report.trace import gather_steps
@@ -135,7 +135,9 @@ class StepSeconds(Hook):
                 step.waits(mesh.coordinate("pipeline"))
                 for step in gather_steps(timeline, mesh, self.engine.schedule)
             ]
-            causes = told_apart(causes, fsum(wait for wait, _ in waits), fsum(sent for _, sent in waits))
+            causes = separate_stage_waits(
+                causes, fsum(wait for wait, _ in waits), fsum(sent for _, sent in waits)
+            )
         seconds = fsum(each.seconds for each in chosen) / len(chosen)
         ranks = everyone.all_gather_object((mesh.coordinate("pipeline"), seconds, causes))
         if self.planned.on_first is None:

@@ -96,7 +96,7 @@ def _blocks(deck: Deck) -> list[LayerSizes]:
 
 
 def _elements_of(layer: LayerSizes) -> int:
-    return layer.whole_elements + layer.split_elements
+    return layer.replicated_elements + layer.split_elements
 
 
 def _total(causes: Causes) -> float:

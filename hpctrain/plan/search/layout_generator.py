@@ -96,11 +96,11 @@ class LayoutGenerator:
             deck = with_values(node.deck, zero | values)
             if self._rejected.reject(world_problems(deck, self._choices.ranks), deck):
                 continue
-            group, optimizer_home = deck.layout.zero_group, deck.memory.optimizer
+            group, optimizer_location = deck.layout.zero_group, deck.memory.optimizer
             if group == "node":
                 group = at.data_ranks.together
             layout_at = replace(
-                at, zero=deck.layout.zero, zero_group=group or 0, optimizer_home=optimizer_home
+                at, zero=deck.layout.zero, zero_group=group or 0, optimizer_location=optimizer_location
             )
             bound = span + self._after(nodes, partition, backward, layout_at)
             # What is summed in another order here differs by rounding.
@@ -113,7 +113,7 @@ class LayoutGenerator:
         ]
         groups = range(len(node.nodes.groups))
         prefixes = [node.layers.on(node.nodes, group)[0] for group in groups]
-        of_parts = [prefixes[node.nodes.of_stage[optimizer_home]] for optimizer_home in stage_of_part]
+        of_parts = [prefixes[node.nodes.of_stage[stage]] for stage in stage_of_part]
         return [
             PartSeconds(
                 prefix[last].forward - prefix[first].forward + waited * ends,
@@ -126,8 +126,9 @@ class LayoutGenerator:
     def _least_bytes(
         self, node: Staged, schedule: str, partition: ModelPartition, states: Sequence[States]
     ) -> list[float]:
-        """Return lower bounds of the bytes of a rank on the node that needs most, one for each of
-        `states`.
+        """Return lower bounds of the bytes of a rank on the node that needs most.
+
+        There is one for each of `states`.
         """
         at, activations, stages = node.at, node.layers.activations, node.at.pipeline
         parts = [activations.part_activations(kind) for kind in partition.kinds]
@@ -196,7 +197,7 @@ class LayoutGenerator:
         reductions = at.micro_batches if at.zero == 3 or at.sliced else 1
         hiding = tuple(backward) if self._machine.overlap else ()
         # Nothing else of an arrangement differs within a tree and is asked for; forms of one kind stay.
-        key = id(partition), hiding, ranks, reductions, at.zero, at.zero_group, at.optimizer_home
+        key = id(partition), hiding, ranks, reductions, at.zero, at.zero_group, at.optimizer_location
         if key not in self._afters:
             self._afters[key] = min(of_stages())
         return self._afters[key]

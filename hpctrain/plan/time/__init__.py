@@ -1,1 +1,1 @@
-"""How long a step of a deck takes on a machine, by cause."""
+"""Prediction of the time of a step on a machine, by cause."""

@@ -1,7 +1,7 @@
-"""What limits a step, and which single change of its deck would make it faster and still fit.
+"""Limits of the step time, and the single change of a deck that would reduce it most and still fit.
 
-What limits it is told by what is faster: of each part of the machine, how much shorter a step would be if
-that part took half its time. All of these are plans, not shares of one.
+A limit is found by a plan on a faster machine: how much shorter a step would be if one part of the machine
+took half its time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from hpctrain.plan.time.machine_rates import (
 )
 from hpctrain.plan.time.step_plan import StepPlan
 
-LEAST_GAIN = 0.005  # of a step; less is no advice
+LEAST_GAIN = 0.005
+"""Smallest share of a step that a change must save."""
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2")
-"""Those that are tried: made at once for any number of stages, and not searched for."""
+"""Schedules that are compared. They are generated quickly for any number of stages."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A change of the deck, such as "layout.tensor=4", the share of a step that it spares, and how many bytes
-    more (or less, below 0) the rank that holds most would hold. `fits` is None where nothing says what there
-    is.
+    """Change of the deck that makes a step faster.
+
+    Attributes:
+        change: The change, such as "layout.tensor=4".
+        share: Share of the step time that it saves.
+        seconds: Seconds of a step with it.
+        more_bytes: Further bytes of the rank with most memory; negative if it needs fewer.
+        fits: True if the ranks of a node fit into its memory; None if the limit is unknown.
     """
 
     change: str
@@ -54,8 +60,11 @@ class Gain:
 
 @dataclass(frozen=True)
 class Advice:
-    """By what could take half its time, how much shorter a step would be, as a share of it, the most first;
-    and the change of the deck that would help most, None where none would.
+    """Limits of the step time, and the best change.
+
+    Attributes:
+        limits: Share of the step time that would be saved if a limit took half its time, the largest first.
+        gain: Change that saves most; None if none saves time and fits.
     """
 
     limits: Mapping[str, float]
@@ -67,43 +76,58 @@ class Advice:
         return {"halved": dict(self.limits), "best": best}
 
 
-def advise(
-    deck: Deck,
-    ranks: int,
-    step: StepPlan,
-    machine: MachineRates,
-    changed: Callable[[str], Deck],
-    timed: Callable[[Deck, MachineRates], StepPlan],
-    held: Callable[[Deck], tuple[int, bool | None]],
-    bytes_now: int,
-) -> Advice:
-    """What of a deck whose `step` is planned on a machine limits it, and would help most.
+@dataclass(frozen=True)
+class Planners:
+    """Functions that plan changes of a deck.
 
-    `changed` gives the deck with a change such as "layout.zero=3", `timed` its step, `held` the bytes of the
-    rank that then holds most and whether they fit: that is asked of the fastest alone, until one does.
+    Attributes:
+        changed: Function that returns the deck after a change such as "layout.zero=3".
+        step: Function that returns the step of a deck on a machine.
+        memory: Function that returns the bytes of the rank with most memory, and whether a deck fits.
+    """
+
+    changed: Callable[[str], Deck]
+    step: Callable[[Deck, MachineRates], StepPlan]
+    memory: Callable[[Deck], tuple[int, bool | None]]
+
+
+def advise(
+    deck: Deck, ranks: int, step: StepPlan, machine: MachineRates, planners: Planners, total_bytes: int
+) -> Advice:
+    """Return the limits of the step time of a deck, and the change that would reduce it most.
+
+    Memory is planned only for the fastest changes, until one fits.
+
+    Args:
+        deck: The deck.
+        ranks: Number of ranks.
+        step: Predicted step of the deck.
+        machine: Rates of the machine.
+        planners: Functions that plan changes.
+        total_bytes: Bytes of the rank with most memory.
     """
     gains = []
     for change in changes(deck):
         try:
-            other = changed(change)
-            seconds = estimate(other, ranks, machine, timed)
+            other = planners.changed(change)
+            seconds = estimate(other, ranks, machine, planners.step)
         except HpctrainError:
-            continue  # what this deck cannot have is no advice
+            continue  # the deck does not support this change
         if step.seconds - seconds > LEAST_GAIN * step.seconds:
             gains.append((seconds, change, other))
     best = None
     for _, change, other in sorted(gains, key=lambda gain: gain[0]):
         try:
-            size, fits = held(other)
+            size, fits = planners.memory(other)
             if fits is False:
                 continue
-            seconds = timed(other, machine).seconds
+            seconds = planners.step(other, machine).seconds
         except HpctrainError:
             continue
-        best = Gain(change, 1 - seconds / step.seconds, seconds, size - bytes_now, fits)
+        best = Gain(change, 1 - seconds / step.seconds, seconds, size - total_bytes, fits)
         break
-    now = estimate(deck, ranks, machine, timed)
-    shares = {part: 1 - estimate(deck, ranks, faster(machine, part), timed) / now for part in PARTS}
+    now = estimate(deck, ranks, machine, planners.step)
+    shares = {part: 1 - estimate(deck, ranks, faster(machine, part), planners.step) / now for part in PARTS}
     shares["waiting"] = step.seconds_by_cause["bubble"] / 2 / step.seconds
     return Advice(dict(sorted(shares.items(), key=lambda each: -each[1])), best)
 
@@ -111,13 +135,14 @@ def advise(
 def estimate(
     deck: Deck, ranks: int, machine: MachineRates, timed: Callable[[Deck, MachineRates], StepPlan]
 ) -> float:
-    """Seconds of a step, of which no more micro-batches are simulated than fill the pipeline twice: the stage
-    that has most to do waits for no others.
+    """Return the seconds of a step, simulated with only as many micro-batches as fill the pipeline twice.
+
+    With more of them, the stage with most work does not wait for other stages.
     """
     data = axis_sizes(deck, ranks)["data"]
     passes, enough = micro_batches(deck, data), 2 * deck.layout.pipeline
-    moved = (deck.memory.parameters, deck.memory.activations) != ("device", "keep")
-    each_time = deck.layout.zero == 3 or moved  # what is gathered or fetched for each micro-batch
+    offloads = (deck.memory.parameters, deck.memory.activations) != ("device", "keep")
+    each_time = deck.layout.zero == 3 or offloads  # gathered or fetched for each micro-batch
     if passes <= enough or each_time or deck.batch.ramp_from or deck.layout.schedule not in SCHEDULE_NAMES:
         return timed(deck, machine).seconds
     fewer = deck.with_keys(batch={"global_size": enough * data * deck.batch.micro_size})
@@ -128,16 +153,18 @@ def estimate(
 
 
 OF_A_STEP = frozenset({"bubble", "gradients", "parameters", "offload", "optimizer", "fixed"})
-"""Causes that do not grow with the micro-batches of a step."""
+"""Causes that do not grow with the number of micro-batches."""
 
 PARTS = ("computing", "memory", "inside", "between", "away", "fixed")
-"""Products and attention at their rates, the bandwidth of memory, links inside nodes and between them, ways
-to hosts and disks, and what operations and steps take at least.
+"""Parts of a machine.
+
+They are computation (products and attention), bandwidth of memory, links inside nodes, links between nodes,
+transfers to hosts and disks, and fixed times of operations and steps.
 """
 
 
 def faster(machine: MachineRates, part: str) -> MachineRates:
-    """The machine with one of its `PARTS` twice as fast, of all its kinds of node."""
+    """Return a machine with one of its `PARTS` twice as fast, for all kinds of node."""
     if machine.others:
         first, *others = (faster(kind.model_copy(update={"others": ()}), part) for kind in machine.kinds)
         return first.model_copy(update={"others": tuple(others)})
@@ -147,54 +174,57 @@ def faster(machine: MachineRates, part: str) -> MachineRates:
             for form, rates in machine.products.items()
         }
         formats = {
-            form: each.model_copy(update={"attention": each.attention and _quicker(each.attention)})
+            form: each.model_copy(update={"attention": each.attention and _faster_attention(each.attention)})
             for form, each in machine.formats.items()
         }
-        attention = _quicker(machine.attention)
+        attention = _faster_attention(machine.attention)
         return machine.model_copy(update={"products": products, "attention": attention, "formats": formats})
     if part == "memory":
-        formats = {form: each.model_copy(update=_passed(each)) for form, each in machine.formats.items()}
+        formats = {
+            form: each.model_copy(update=_elementwise_halved(each)) for form, each in machine.formats.items()
+        }
         update = {"memory_bandwidth": 2 * machine.memory_bandwidth, "formats": formats}
-        return machine.model_copy(update=update | _passed(machine))
+        return machine.model_copy(update=update | _elementwise_halved(machine))
     if part == "inside":
-        measured = {name: _halved(each) for name, each in machine.collectives.items()}
-        return machine.model_copy(update={"inside": _faster(machine.inside), "collectives": measured})
+        measured = {name: _halve(each) for name, each in machine.collectives.items()}
+        return machine.model_copy(update={"inside": _faster_link(machine.inside), "collectives": measured})
     if part == "between":
-        crossing = {name: tuple(map(_halved, several)) for name, several in machine.crossing.items()}
-        return machine.model_copy(update={"between": _faster(machine.between), "crossing": crossing})
+        crossing = {name: tuple(map(_halve, several)) for name, several in machine.crossing.items()}
+        return machine.model_copy(update={"between": _faster_link(machine.between), "crossing": crossing})
     if part == "away":
         host, disk = machine.host, machine.disk
-        fast = (
+        faster_host = (
             None
             if host is None
             else Host(bandwidth=2 * host.bandwidth, memory_bandwidth=2 * host.memory_bandwidth)
         )
-        return machine.model_copy(update={"host": fast, "disk": None if disk is None else 2 * disk})
+        return machine.model_copy(update={"host": faster_host, "disk": None if disk is None else 2 * disk})
     return machine.model_copy(update={"launch": machine.launch / 2, "fixed": machine.fixed / 2})
 
 
-def _faster(link: LinkRates | None) -> LinkRates | None:
+def _faster_link(link: LinkRates | None) -> LinkRates | None:
     return None if link is None else LinkRates(bandwidth=2 * link.bandwidth, latency=link.latency / 2)
 
 
-def _quicker(attention: AttentionRates) -> AttentionRates:
+def _faster_attention(attention: AttentionRates) -> AttentionRates:
     rates = {"forward": attention.forward, "backward": attention.backward}
     return attention.model_copy(update={name: 2 * rate for name, rate in rates.items() if rate is not None})
 
 
-def _passed(of: MachineRates | FormatRates) -> dict[str, object]:
-    """What goes by memory's bandwidth, in half its time."""
+def _elementwise_halved(of: MachineRates | FormatRates) -> dict[str, object]:
+    """Return the rates that depend on the bandwidth of memory, twice as fast."""
     elements = {kind: (forward / 2, backward / 2) for kind, (forward, backward) in of.elementwise.items()}
     return {"elementwise": elements, "optimizer": None if of.optimizer is None else 2 * of.optimizer}
 
 
-def _halved(measured: Collective) -> Collective:
+def _halve(measured: Collective) -> Collective:
     return measured.model_copy(update={"seconds": tuple(seconds / 2 for seconds in measured.seconds)})
 
 
 def changes(deck: Deck) -> Iterator[str]:
-    """Single changes by which the same step could be done in another time, whether or not the deck can have
-    them: none of what is learned.
+    """Yield single changes that may make a step faster and do not change what the model learns.
+
+    The deck may not support all of them.
     """
     layout, memory = deck.layout, deck.memory
     for axis in ("tensor", "context", "pipeline", "expert"):

@@ -1,4 +1,4 @@
-"""What limits a step, and what would help most, in sentences."""
+"""Sentences about the limits of the step time and about the best change."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ LIMITS = {
     "fixed": "fixed times of operations and steps",
     "waiting": "pipeline bubble",
 }
-_LEAST = 5e-4  # of a step: less is not told
+_LEAST = 5e-4
+"""Smallest share of a step that is listed."""
 
 
 def advice_lines(step: StepPlan, advice: Advice) -> list[str]:
-    """The largest cause, how much shorter a step were with each part twice as fast, and the best change."""
+    """Return sentences about the largest cause, the limits, and the best change."""
     cause, most = max(step.seconds_by_cause.items(), key=lambda each: each[1])
-    told = [f"{LIMITS[part]} {_percent(share)}" for part, share in advice.limits.items() if share > _LEAST]
+    savings = [f"{LIMITS[part]} {_percent(share)}" for part, share in advice.limits.items() if share > _LEAST]
     first = max(advice.limits, key=lambda part: advice.limits[part])
     best = advice.gain
     return [
         f"The largest part of a step is {WHAT[cause]} ({_percent(most / step.seconds)}); the main limit is "
-        f"{LIMITS[first]}. Sensitivity, the time saved if a limit takes half its time: {', '.join(told)}.",
+        f"{LIMITS[first]}. Sensitivity, the time saved if a limit takes half its time: {', '.join(savings)}.",
         "No single change of layout, micro-batch size, schedule or recomputation is faster and fits."
         if best is None
         else f"Best single change: --set {best.change} ({gain_words(best)}).",
@@ -35,11 +36,11 @@ def advice_lines(step: StepPlan, advice: Advice) -> list[str]:
 
 
 def gain_words(gain: Gain) -> str:
-    """`12% shorter, 1.2 GB more a rank, fits`."""
+    """Return a clause such as "12% shorter, 1.2 GB more per rank, fits"."""
     size = format_bytes(abs(gain.more_bytes))
-    held = f"{size} {'more' if gain.more_bytes > 0 else 'less'} per rank" if gain.more_bytes else ""
+    memory = f"{size} {'more' if gain.more_bytes > 0 else 'less'} per rank" if gain.more_bytes else ""
     fits = "fits" if gain.fits else ""
-    return ", ".join(filter(None, [f"{_percent(gain.share)} shorter", held, fits]))
+    return ", ".join(filter(None, [f"{_percent(gain.share)} shorter", memory, fits]))
 
 
 def _percent(share: float) -> str:

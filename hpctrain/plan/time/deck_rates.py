@@ -1,4 +1,4 @@
-"""The rates of the machine that a deck names."""
+"""Rates of the machine that a deck names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from hpctrain.plan.time.machine_rates import MachineRates, read_machine
 
 
 def deck_rates(deck: Deck) -> MachineRates | None:
-    """Those of `machine.rates`; None where a deck names none.
+    """Return the rates of `machine.rates`; None if the deck has none.
 
-    HpctrainError, in terms of the deck, where they cannot be read, are wrong, or lack products of its format.
+    Raises:
+        HpctrainError: They cannot be read, are wrong, or lack the format of the deck.
     """
     name = deck.machine.rates
     if name is None:
@@ -19,6 +20,6 @@ def deck_rates(deck: Deck) -> MachineRates | None:
         machine = read_machine(name)
         machine.products_of(deck.precision.compute)
     except HpctrainError as error:
-        said = (problem.removeprefix(f"{name}: ") for problem in error.problems)
-        raise HpctrainError([deck.problem("machine.rates", each) for each in said]) from None
+        problems = (problem.removeprefix(f"{name}: ") for problem in error.problems)
+        raise HpctrainError([deck.problem("machine.rates", each) for each in problems]) from None
     return machine

@@ -1,7 +1,7 @@
-"""Seconds of a layer's passes over one micro-batch on one rank, by cause, from the sizes that layers tell.
+"""Seconds of the passes of a layer over one micro-batch on one rank, by cause.
 
-Causes: `products` with the layer's matrices, the core of `attention`, what is done by `elementwise`,
-`recompute` of any of these, and what ranks of the `tensor`, `context` and `expert` axes wait for each other.
+Causes are `products` with matrices, the core of `attention`, `elementwise` operations, `recompute` of these,
+and waiting for ranks of the `tensor`, `context` and `expert` axes. They follow from sizes that layers report.
 """
 
 from __future__ import annotations
@@ -35,15 +35,28 @@ _LOGITS: tuple[ProductPass, ...] = ("logits", "logits_input_gradient", "logits_w
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What a layer of a model tells: its kind, whether it is a block, and what it computes. `elements` of its
-    parameters that tensor ranks split, that experts' ranks split, and that all ranks have whole, and `shapes`
-    of these matrices, experts' or not; `trained` is the share of its matrices that has gradients, and no
-    gradient comes to one that is `silent`. `saved` are bytes that autograd saves of a token, see `_saved`;
-    `tied_elements` are those of the table that the first and the last layer have in common, which the last
-    one uses `tied_uses` times. Where adapters are trained alone, they have `adapting` elements that tensor
-    ranks split, and so many that all ranks have; of the first block and what embeds no gradient of the input
-    is asked for, which is `unasked`. What the last one computes is without its `modules` of multi-token
-    prediction, its elements and bytes are with them.
+    """Sizes of a layer from which its seconds and bytes follow.
+
+    Attributes:
+        kind: Kind of the layer.
+        is_block: True for a transformer block.
+        hidden: Features of the hidden states.
+        matrices: Matrices with which it multiplies, without those of `modules`.
+        core: Size of the core of attention; None if it has none.
+        elementwise: Elementwise operations, without those of `modules`.
+        split_elements: Number of parameters that tensor ranks split.
+        expert_elements: Number of parameters of experts.
+        replicated_elements: Number of parameters that all ranks have.
+        shapes: For each matrix, True if it belongs to experts, and its global shape.
+        trained: Share of its matrices that have gradients.
+        silent: True if no gradient reaches the layer.
+        saved: Bytes that autograd saves of a token, as `_saved` returns them, by itemsize and recomputation.
+        tied_elements: Number of parameters of a table that the embedding and the output layer share.
+        tied_uses: Number of times that the output layer uses this table.
+        adapter_elements: Numbers of trained parameters that tensor ranks split, and that all ranks have, if
+            only adapters are trained; otherwise None.
+        needs_no_input_gradient: True if nothing before the layer is trained.
+        modules: Modules of multi-token prediction. The elements and bytes of the output layer include theirs.
     """
 
     kind: LayerKind
@@ -54,50 +67,57 @@ class LayerSizes:
     elementwise: tuple[ElementwiseSize, ...]
     split_elements: int
     expert_elements: int
-    whole_elements: int
+    replicated_elements: int
     shapes: tuple[tuple[bool, tuple[int, ...]], ...]
     trained: float
     silent: bool
     saved: tuple[tuple[float, float], ...]
     tied_elements: int
     tied_uses: int
-    adapting: tuple[int, int] | None = None
-    unasked: bool = False
+    adapter_elements: tuple[int, int] | None = None
+    needs_no_input_gradient: bool = False
     modules: tuple[LayerSizes, ...] = ()
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds."""
+        """True for the embedding."""
         return not self.is_block and not self.matrices
 
     @property
     def is_last(self) -> bool:
-        """Whether it predicts."""
+        """True for the output layer."""
         return not self.is_block and bool(self.matrices)
 
     def elements(self, at: LayoutSizes) -> tuple[float, float]:
-        """Elements of its parameters on a rank: of experts, and of all else."""
+        """Return the numbers of parameters on a rank: those of experts, and all others."""
         of_experts = self.expert_elements / (at.expert * at.expert_tensor)
-        return of_experts, self.split_elements / at.tensor + self.whole_elements
+        return of_experts, self.split_elements / at.tensor + self.replicated_elements
 
     def updated(self, at: LayoutSizes) -> tuple[float, float]:
-        """Those of them whose gradients are summed, and that are updated."""
-        if self.adapting is None:
+        """Return those of `elements` that are trained."""
+        if self.adapter_elements is None:
             return self.elements(at)
-        split, whole = self.adapting
+        split, whole = self.adapter_elements
         return 0.0, split / at.tensor + whole
 
     def partial(self, at: LayoutSizes) -> int:
-        """Those of them whose gradients tensor ranks have in parts: under sequence parallelism of what each
-        has whole, and of adapters ever.
+        """Return the number of parameters whose gradients tensor ranks must add.
+
+        These are replicated parameters with sequence parallelism, and always those of adapters.
         """
-        whole = self.whole_elements if at.sequence_parallel else 0
-        return whole if self.adapting is None else self.adapting[1]
+        whole = self.replicated_elements if at.sequence_parallel else 0
+        return whole if self.adapter_elements is None else self.adapter_elements[1]
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Of one micro-batch in a layer, by cause; a whole backward takes both gradients."""
+    """Seconds of a micro-batch in a layer, by cause. A complete backward pass computes both gradients.
+
+    Attributes:
+        forward: Seconds of the forward pass.
+        input_gradient: Seconds of the input gradients.
+        weight_gradient: Seconds of the weight gradients.
+    """
 
     forward: Causes
     input_gradient: Causes
@@ -105,34 +125,35 @@ class LayerSeconds:
 
     @property
     def total(self) -> float:
-        """Of all three."""
+        """Seconds of all passes."""
         return sum(sum(each.values()) for each in (self.forward, self.input_gradient, self.weight_gradient))
 
 
 @lru_cache(maxsize=16)
 def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerSizes, ...]:
-    """Those of a model's layers, in their order; blocks that are alike are one object."""
+    """Return the sizes of the layers of a model, in their order. Equal layers are the same object."""
     model = bare_model(shape)
     freeze_parameters([model], frozen)
     silent = blocks_without_backward(model)
-    found: dict[LayerSizes, LayerSizes] = {}
-    unasked = {0, silent + 1} if shape.adapters is not None else set[int]()
+    unique: dict[LayerSizes, LayerSizes] = {}
+    needs_no_input_gradient = {0, silent + 1} if shape.adapters is not None else set[int]()
     sizes = (
-        _sizes(layer, shape, number <= silent, number in unasked) for number, layer in enumerate(model.layers)
+        _sizes(layer, shape, number <= silent, number in needs_no_input_gradient)
+        for number, layer in enumerate(model.layers)
     )
-    return tuple(found.setdefault(each, each) for each in sizes)
+    return tuple(unique.setdefault(each, each) for each in sizes)
 
 
-def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> LayerSizes:
+def _sizes(layer: Layer, shape: ModelShape, silent: bool, needs_no_input_gradient: bool) -> LayerSizes:
     modules = layer.prediction_modules if isinstance(layer, Predictor) else []
-    of_axes = {"tensor": 0, "expert": 0, "none": 0}
+    axis_elements = {"tensor": 0, "expert": 0, "none": 0}
     shapes = []
     for parameter in layer.all_parameters:
         axes = parameter.shard.split
-        where = "expert" if axes & EXPERT_AXES else "tensor" if axes else "none"
-        of_axes[where] += prod(parameter.shard.shape)
+        axis = "expert" if axes & EXPERT_AXES else "tensor" if axes else "none"
+        axis_elements[axis] += prod(parameter.shard.shape)
         if len(parameter.shard.shape) > 1:
-            shapes.append((where == "expert", tuple(parameter.shard.shape)))
+            shapes.append((axis == "expert", tuple(parameter.shard.shape)))
     weights = [p for p in {*layer.all_parameters, *layer.added_in_forward} if p.dim() > 1]
     trained = sum(prod(p.shard.shape) for p in weights if p.requires_grad)
     return LayerSizes(
@@ -142,22 +163,22 @@ def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> Laye
         tuple(layer.matrices[sum(len(each.matrices) for each in modules) :]),
         None if modules else layer.core,
         tuple(layer.elementwise[sum(len(each.elementwise) for each in modules) :]),
-        of_axes["tensor"],
-        of_axes["expert"],
-        of_axes["none"],
+        axis_elements["tensor"],
+        axis_elements["expert"],
+        axis_elements["none"],
         tuple(shapes),
         trained / max(1, sum(prod(p.shard.shape) for p in weights)),
         layer.is_block and silent,
         tuple(_saved(layer, itemsize, selective) for itemsize in (2, 4) for selective in (False, True)),
         shape.vocabulary * shape.hidden if shape.table_uses_at_end and not layer.is_block else 0,
         shape.table_uses_at_end,
-        None if shape.adapters is None else _adapting(layer),
-        unasked,
+        None if shape.adapters is None else _adapter_elements(layer),
+        needs_no_input_gradient,
         tuple(_sizes(each, shape, False, False) for each in modules),
     )
 
 
-def _adapting(layer: Layer) -> tuple[int, int]:
+def _adapter_elements(layer: Layer) -> tuple[int, int]:
     trained = [parameter.shard for parameter in layer.all_parameters if parameter.requires_grad]
     split, whole = (
         sum(prod(each.shape) for each in trained if bool(each.split) == cut) for cut in (True, False)
@@ -166,8 +187,11 @@ def _adapting(layer: Layer) -> tuple[int, int]:
 
 
 def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
-    """Bytes of a token that it saves of features which tensor ranks split, and of those that all have unless
-    sequences are split too.
+    """Return the bytes that autograd saves of a token.
+
+    Returns:
+        Bytes of features that tensor ranks split, and of those that they split only with sequence
+        parallelism.
     """
     features, rows = (
         ActivationSizes(tokens, _TOKENS - tokens, 1, itemsize, itemsize, True, selective)
@@ -184,36 +208,46 @@ def largest_share(heads: int, key_value_heads: int, ranks: int) -> float:
 
 
 MOST_PASSES = 1e12
-"""More than a layer has in a step."""
+"""More passes than a layer has in a step."""
 
 
 def layer_seconds(layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> LayerSeconds:
-    """Of a layer that is arranged so on a machine. HpctrainError where its figures make that endless."""
-    of_layer = _Times(layer, at, machine)
-    forward = of_layer.forward()
+    """Return the seconds of a layer on a machine.
+
+    Raises:
+        HpctrainError: The rates of the machine predict infinite times.
+    """
+    layer_times = _LayerTimes(layer, at, machine)
+    forward = layer_times.forward()
     _require_finite(machine, forward)
     if layer.silent:
         return LayerSeconds(forward, {}, {})
-    gradient, weight = of_layer.input_gradient(), of_layer.weight_gradient()
+    gradient, weight = layer_times.input_gradient(), layer_times.weight_gradient()
     _require_finite(machine, gradient | weight)
     if layer.is_last:  # the head's gradients are computed with its losses
         recompute: Recomputed = "selective" if at.recompute == "selective" else "none"
-        kept = replace(at, recompute=recompute, activations_home="device")
-        passes = [layer_seconds(each, kept, machine) for each in layer.modules]
+        last_layout = replace(at, recompute=recompute, activations_location="device")
+        passes = [layer_seconds(each, last_layout, machine) for each in layer.modules]
         return LayerSeconds(
             added(forward, gradient, weight, *(each.forward for each in passes)),
             added(*(each.input_gradient for each in passes)),
             added(*(each.weight_gradient for each in passes)),
         )
     if layer.is_block and at.recompute != "none":
-        again = of_layer.core("forward") if at.recompute == "selective" else _sum(forward, of_layer.COMPUTED)
-        messages = {} if at.recompute == "selective" else _without(forward, of_layer.COMPUTED)
-        gradient = added(gradient, {"recompute": again}, messages)
-    if layer.is_block and at.activations_home != "device":
-        moving = of_layer.saved() / machine.away(at.activations_home, "memory.activations")
-        back = max(0.0, moving - sum(gradient.values()) - sum(weight.values()))
-        gradient = added(gradient, {"offload": back})
-        forward["offload"] = max(0.0, moving - sum(forward.values()))
+        recomputed = (
+            layer_times.core("forward")
+            if at.recompute == "selective"
+            else _sum(forward, layer_times.COMPUTED)
+        )
+        messages = {} if at.recompute == "selective" else _without(forward, layer_times.COMPUTED)
+        gradient = added(gradient, {"recompute": recomputed}, messages)
+    if layer.is_block and at.activations_location != "device":
+        transfer = layer_times.saved() / machine.offload_bandwidth(
+            at.activations_location, "memory.activations"
+        )
+        exposed = max(0.0, transfer - sum(gradient.values()) - sum(weight.values()))
+        gradient = added(gradient, {"offload": exposed})
+        forward["offload"] = max(0.0, transfer - sum(forward.values()))
     return LayerSeconds(forward, gradient, weight)
 
 
@@ -224,7 +258,15 @@ def _require_finite(machine: MachineRates, causes: Mapping[str, float]) -> None:
             raise HpctrainError(f"{sentence} (correct the rates)")
 
 
-class _Times:
+class _LayerTimes:
+    """Seconds of a layer, by pass.
+
+    Args:
+        layer: Sizes of the layer.
+        at: Sizes of the layout.
+        machine: Rates of the machine.
+    """
+
     COMPUTED = ("products", "attention", "elementwise")
 
     def __init__(self, layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> None:
@@ -234,46 +276,55 @@ class _Times:
         self.largest = 1.0 if core is None else largest_share(core.heads, core.key_value_heads, at.tensor)
 
     def forward(self) -> dict[str, float]:
-        """The whole pass."""
-        return self._pass("forward", self._products(0), self.core("forward"), self._sums("forward", 0.0))
+        """Return the seconds of the forward pass."""
+        return self._pass(
+            "forward", self._products(0), self.core("forward"), self._tensor_seconds("forward", 0.0)
+        )
 
     def input_gradient(self) -> dict[str, float]:
-        """What backward passes on."""
+        """Return the seconds of the input gradients."""
         products = self._products(1)
-        summed = self._sums("backward", self._products(2))
-        return self._pass("backward", products, self.core("backward"), summed)
+        reductions = self._tensor_seconds("backward", self._products(2))
+        return self._pass("backward", products, self.core("backward"), reductions)
 
     def weight_gradient(self) -> dict[str, float]:
-        """What the optimizer needs."""
-        if self.layer.adapting is not None:
+        """Return the seconds of the weight gradients."""
+        if self.layer.adapter_elements is not None:
             return {"products": self._products(2, [each for each in self.layer.matrices if each.adapter])}
         return {"products": self.layer.trained * self._products(2)}
 
-    def _pass(self, direction: Direction, products: float, core: float, summed: float) -> dict[str, float]:
+    def _pass(
+        self, direction: Direction, products: float, core: float, reductions: float
+    ) -> dict[str, float]:
         elementwise, at = self._elementwise(direction), self.at
         later = self._products(2) if direction == "backward" else 0.0
         waits = self.machine.waits * (products + core + elementwise + later)
-        rings = at.context > 1 and self.layer.core is not None and at.tensor == 1
+        waits_in_ring = at.context > 1 and self.layer.core is not None and at.tensor == 1
         return {
             "products": products,
             "attention": core,
             "elementwise": elementwise,
-            "tensor": summed + waits * (at.tensor > 1),
-            "context": self._context(direction, core) + waits * rings,
+            "tensor": reductions + waits * (at.tensor > 1),
+            "context": self._context(direction, core) + waits * waits_in_ring,
             "expert": self._experts(),
         }
 
-    def _products(self, turn: int, matrices: Sequence[MatrixSize] | None = None) -> float:
-        """Seconds of a pass over all matrices, or these: forward (0), input (1), or weight gradients (2)."""
-        total, kind = 0.0, (_LOGITS if self.layer.is_last else _PASSES)[turn]
+    def _products(self, pass_number: int, matrices: Sequence[MatrixSize] | None = None) -> float:
+        """Return the seconds of a pass over all matrices, or over the given ones.
+
+        Args:
+            pass_number: 0 for the forward pass, 1 for input gradients, 2 for weight gradients.
+            matrices: Matrices; None for all.
+        """
+        total, kind = 0.0, (_LOGITS if self.layer.is_last else _PASSES)[pass_number]
         for matrix in self.layer.matrices if matrices is None else matrices:
             m, n, k, count = self._shape(matrix)
-            sizes = ((m, n, k), (m, k, n), (n, k, m))[turn]
+            sizes = ((m, n, k), (m, k, n), (n, k, m))[pass_number]
             total += count * (self.rates.seconds(*sizes, kind) + self.machine.launch)
         return total
 
     def _shape(self, matrix: MatrixSize) -> tuple[float, float, float, float]:
-        """Rows, outputs and inputs of a product with a matrix on one rank, and how many such it makes."""
+        """Return rows, outputs and inputs of a product on one rank, and the number of such products."""
         at, ranks = self.at, self.at.tensor
         rows: float = at.tokens
         count = 1.0
@@ -282,7 +333,7 @@ class _Times:
             count = matrix.experts / at.expert
             rows = at.tokens / at.tensor * matrix.experts_per_token * at.expert_tensor / count
         elif matrix.split == "whole" and not matrix.adapter:
-            rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
+            rows = at.tokens / at.tensor  # a router multiplies the rows that a rank sends to experts
         elif matrix.split == "replicated":
             rows = at.rows
         largest = self.largest if matrix.by_heads else 1.0
@@ -293,7 +344,7 @@ class _Times:
         return rows, n, k, count
 
     def core(self, direction: Direction) -> float:
-        """Seconds of queries, keys and values."""
+        """Return the seconds of the products of queries, keys and values."""
         core, at, machine = self.layer.core, self.at, self.machine
         if core is None:
             return 0.0
@@ -307,14 +358,14 @@ class _Times:
             return machine.launch + flops * (2.0 if backward else 1.0) / rate + features
         heads = core.heads * self.largest / at.tensor * at.micro_size
         queries = core.sequence / at.context
-        of_one = self.rates.seconds(queries, core.keys, core.head_size)
+        product_seconds = self.rates.seconds(queries, core.keys, core.head_size)
         scores = heads * queries * core.keys * at.itemsize
         passes = attention.passes or (1.0, 1.0)
-        products = (4 if backward else 2) * heads * of_one
+        products = (4 if backward else 2) * heads * product_seconds
         return products + passes[backward] * scores / machine.memory_bandwidth + 4 * machine.launch
 
     def saved(self) -> float:
-        """Bytes that it keeps for backward: what autograd saves, or its input where it is computed again."""
+        """Return the bytes that the layer saves for its backward pass: only its input if it is recomputed."""
         layer, at = self.layer, self.at
         if at.recompute not in {"none", "selective"}:
             blocks = at.recompute if isinstance(at.recompute, int) else 1
@@ -330,13 +381,21 @@ class _Times:
             total += self.machine.elements(each.kind, direction, elements, itemsize, at.form)
         return total
 
-    def _sums(self, direction: Direction, hiding: float) -> float:
-        """Seconds that tensor ranks wait for what they sum and gather: by sequence parallelism pieces before
-        what they split by outputs, sums after what they split by inputs; in backward the other way round, of
-        which some may hide behind products that take so long.
+    def _tensor_seconds(self, direction: Direction, hiding: float) -> float:
+        """Return the seconds for which tensor ranks wait for reductions and gathers.
+
+        With sequence parallelism, they gather before matrices that are split by outputs, and reduce-scatter
+        after those that are split by inputs. Without, they reduce after the latter. The backward pass is the
+        reverse.
+
+        Args:
+            direction: Direction of the pass.
+            hiding: Seconds of products that may overlap.
         """
         at, machine = self.at, self.machine
-        if at.tensor == 1 or (self.layer.is_first and self.layer.unasked and direction == "backward"):
+        if at.tensor == 1 or (
+            self.layer.is_first and self.layer.needs_no_input_gradient and direction == "backward"
+        ):
             return 0.0
         hidden = at.tokens * self.layer.hidden * at.itemsize
         gathering = collective_seconds(machine, "all_gather", hidden, at.tensor_ranks)
@@ -344,56 +403,67 @@ class _Times:
         summing = collective_seconds(machine, "all_reduce", hidden, at.tensor_ranks)
         dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1 and not matrix.adapter]
         # Latents are shorter than the hidden states that the other layers gather and sum.
-        begins = sum(matrix.inputs / self.layer.hidden for matrix in dense if matrix.split == "outputs")
-        ends = sum(matrix.split == "inputs" for matrix in dense) + float(self.layer.is_first)
+        inputs_gathered = sum(
+            matrix.inputs / self.layer.hidden for matrix in dense if matrix.split == "outputs"
+        )
+        outputs_reduced = sum(matrix.split == "inputs" for matrix in dense) + float(self.layer.is_first)
         if any(matrix.experts > 1 for matrix in self.layer.matrices) and not at.sequence_parallel:
-            ends += 0.5  # rows that ranks had apart are gathered again
-        seen = at.zero == 3 or at.recompute not in {"none", "selective"}
-        unasked = self.layer.unasked and direction == "backward" and not seen
+            outputs_reduced += 0.5  # the rows of the ranks are gathered again
+        needs_input = at.zero == 3 or at.recompute not in {"none", "selective"}
+        needs_no_input_gradient = (
+            self.layer.needs_no_input_gradient and direction == "backward" and not needs_input
+        )
         if at.sequence_parallel:
             first, second = (gathering, scattering) if direction == "forward" else (scattering, gathering)
-            kept = direction == "forward" or self.layer.is_last
-            again = 0.0 if kept else gathering  # of inputs, which no rank keeps whole
-            return (begins - unasked) * first + ends * second + self._left(begins * again, hiding)
+            keeps_input = direction == "forward" or self.layer.is_last
+            gathering_again = 0.0 if keeps_input else gathering  # no rank keeps complete inputs
+            return (
+                (inputs_gathered - needs_no_input_gradient) * first
+                + outputs_reduced * second
+                + self._exposed(inputs_gathered * gathering_again, hiding)
+            )
         if direction == "forward":
-            return ends * summing
-        return self._left((begins - unasked) * summing, hiding)
+            return outputs_reduced * summing
+        return self._exposed((inputs_gathered - needs_no_input_gradient) * summing, hiding)
 
-    def _left(self, seconds: float, hiding: float) -> float:
-        """What of a communication is waited for, beside products that take so long."""
+    def _exposed(self, seconds: float, hiding: float) -> float:
+        """Return the seconds of a communication that products of `hiding` seconds do not hide."""
         return max(seconds - self.machine.layer_overlap * hiding, (1 - self.machine.layer_overlap) * seconds)
 
     def _context(self, direction: Direction, core: float) -> float:
-        """Keys and values around a ring, beside the core; or heads for parts of sequences, and back."""
+        """Return the seconds of context parallelism.
+
+        Ranks pass keys and values around a ring, or exchange heads for parts of sequences.
+        """
         layer, at, machine = self.layer, self.at, self.machine
         if at.context == 1 or layer.core is None:
             return 0.0
         features = 2 * layer.core.key_value_heads * layer.core.head_size * self.largest / at.tensor
         if at.context_form == "ring":
             size = at.tokens * features * at.itemsize * at.context * (2 if direction == "backward" else 1)
-            return self._left(collective_seconds(machine, "all_gather", size, at.context_ranks), core)
+            return self._exposed(collective_seconds(machine, "all_gather", size, at.context_ranks), core)
         queries = 2 * layer.core.heads * layer.core.head_size * self.largest / at.tensor
         size = at.tokens * (features + queries) * at.itemsize
         return collective_seconds(machine, "all_to_all", size, at.context_ranks)
 
     def _experts(self) -> float:
-        """Rows to their experts and back."""
+        """Return the seconds of the exchange with experts."""
         at = self.at
-        met = max(
+        experts_per_token = max(
             (matrix.experts_per_token for matrix in self.layer.matrices if matrix.experts > 1), default=0
         )
-        if not met:
+        if not experts_per_token:
             return 0.0
-        rows = at.tokens / at.tensor * met * self.layer.hidden * at.itemsize
-        across = 2 * collective_seconds(self.machine, "all_to_all", rows, at.expert_ranks)
+        rows = at.tokens / at.tensor * experts_per_token * self.layer.hidden * at.itemsize
+        exchange = 2 * collective_seconds(self.machine, "all_to_all", rows, at.expert_ranks)
         size = rows * at.expert_tensor
         gathered = collective_seconds(self.machine, "all_gather", size, at.expert_tensor_ranks)
-        summed = collective_seconds(self.machine, "reduce_scatter", size, at.expert_tensor_ranks)
-        return across + gathered + summed
+        reduced = collective_seconds(self.machine, "reduce_scatter", size, at.expert_tensor_ranks)
+        return exchange + gathered + reduced
 
 
 def added(*causes: Causes) -> dict[str, float]:
-    """Sums by cause."""
+    """Return the sums by cause."""
     total: dict[str, float] = {}
     for each in causes:
         for cause, seconds in each.items():
@@ -402,7 +472,7 @@ def added(*causes: Causes) -> dict[str, float]:
 
 
 def times(causes: Causes, factor: float) -> dict[str, float]:
-    """All of them so many times."""
+    """Return the seconds multiplied by a factor."""
     return {cause: seconds * factor for cause, seconds in causes.items()}
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a deck share its work, in numbers: what of a layout seconds follow from."""
+"""Sizes of a layout from which the seconds of a step follow."""
 
 from __future__ import annotations
 
@@ -10,16 +10,40 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import Recomputed
-from hpctrain.plan.time.machine_rates import Home, Sharing
+from hpctrain.plan.time.machine_rates import Location, Sharing
 from hpctrain.plan.time.update_seconds import ADAMW, UpdateNumbers
 
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Ranks along each axis, tensor ranks next to each other, then those of context, data and pipeline; and
-    what else of a layout takes time. `itemsize` is that of what is stored and sent, `gradient_itemsize` that
-    of gradients' sums; `micro_size` in sequences, `micro_batches` of a data rank in a step. ZeRO cuts over
-    `zero_group` ranks, over all with 0, and with `sliced` sums every micro-batch's gradients.
+    """Sizes of a layout. Tensor ranks are next to each other, then context, data and pipeline ranks follow.
+
+    Attributes:
+        tensor: Number of tensor ranks.
+        context: Number of context ranks.
+        data: Number of data ranks.
+        pipeline: Number of pipeline stages.
+        expert: Number of expert ranks.
+        expert_tensor: Number of ranks that split an expert.
+        micro_size: Sequences of a micro-batch.
+        micro_batches: Micro-batches of a data rank in a step.
+        sequence: Tokens of a sequence.
+        zero: Stage of ZeRO.
+        recompute: Kind of recomputation.
+        sequence_parallel: True with sequence parallelism.
+        context_form: Kind of context parallelism, "ring" or "all_to_all".
+        form: Format of computation.
+        itemsize: Bytes of an element that is stored or sent.
+        gradient_itemsize: Bytes of an element of a reduced gradient.
+        ranks_per_node: Number of consecutive ranks that share a node.
+        zero_group: Number of ranks over which ZeRO splits; 0 for all.
+        sliced: True if the gradients of each micro-batch are reduced.
+        keep_gathered: Number of blocks whose parameters stay gathered with ZeRO-3.
+        bucket_bytes: Bytes of a bucket.
+        update: Sizes of the optimizer's state.
+        optimizer_location: Where the optimizer state is stored.
+        parameters_location: Where the parameters are stored.
+        activations_location: Where the activations are stored.
     """
 
     tensor: int
@@ -44,18 +68,22 @@ class LayoutSizes:
     keep_gathered: int = 0
     bucket_bytes: int = 25_000_000
     update: UpdateNumbers = ADAMW
-    optimizer_home: Home = "device"
-    parameters_home: Home = "device"
-    activations_home: Home = "device"
+    optimizer_location: Location = "device"
+    parameters_location: Location = "device"
+    activations_location: Location = "device"
 
     @staticmethod
     def of(deck: Deck, ranks: int, ranks_per_node: int) -> LayoutSizes:
-        """That of a deck on so many ranks. HpctrainError where it does not fit them."""
+        """Return the sizes of a deck's layout on a number of ranks.
+
+        Raises:
+            HpctrainError: The layout does not fit this number of ranks.
+        """
         return LayoutSizes.of_axes(deck, axis_sizes(deck, ranks), ranks_per_node)
 
     @staticmethod
     def of_axes(deck: Deck, sizes: Mapping[str, int], ranks_per_node: int) -> LayoutSizes:
-        """That of a deck with so many ranks along each axis."""
+        """Return the sizes of a deck's layout, given the number of ranks along each axis."""
         layout, formats, memory = deck.layout, Precision.of(deck), deck.memory
         stride = sizes["tensor"]
         group = layout.zero_group
@@ -84,79 +112,79 @@ class LayoutSizes:
             keep_gathered=memory.keep_gathered,
             bucket_bytes=deck.communication.bucket_bytes,
             update=UpdateNumbers.of(deck),
-            optimizer_home=memory.optimizer,
-            parameters_home=memory.parameters,
-            activations_home="device" if memory.activations == "keep" else memory.activations,
+            optimizer_location=memory.optimizer,
+            parameters_location=memory.parameters,
+            activations_location="device" if memory.activations == "keep" else memory.activations,
         )
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on one rank."""
+        """Tokens of a micro-batch on one rank."""
         return self.sequence // self.context * self.micro_size
 
     @property
     def rows(self) -> float:
-        """Of these, those that a rank has between layers that tensor ranks split."""
+        """Tokens of a micro-batch that a rank has between layers that tensor ranks split."""
         return self.tokens / self.tensor if self.sequence_parallel else self.tokens
 
     @cached_property
     def tensor_ranks(self) -> Sharing:
-        """Those that split layers."""
+        """Ranks that split layers."""
         return Sharing.of(self.tensor, 1, self.ranks_per_node)
 
     @cached_property
     def context_ranks(self) -> Sharing:
-        """Those that split sequences."""
+        """Ranks that split sequences."""
         return Sharing.of(self.context, self.tensor, self.ranks_per_node)
 
     @cached_property
     def data_ranks(self) -> Sharing:
-        """Those that sum gradients: data x context."""
+        """Ranks that reduce gradients: data x context."""
         return Sharing.of(self.data * self.context, self.tensor, self.ranks_per_node)
 
     @cached_property
     def expert_ranks(self) -> Sharing:
-        """Those over which experts are spread, in their own folding of the ranks."""
+        """Ranks over which experts are spread."""
         return Sharing.of(self.expert, self.expert_tensor, self.ranks_per_node)
 
     @cached_property
     def expert_tensor_ranks(self) -> Sharing:
-        """Those that split an expert."""
+        """Ranks that split an expert."""
         return Sharing.of(self.expert_tensor, 1, self.ranks_per_node)
 
     @cached_property
     def expert_data_ranks(self) -> Sharing:
-        """Those that hold the same experts."""
+        """Ranks that have the same experts."""
         stage = self.tensor * self.context * self.data
         folded = self.expert * self.expert_tensor
         return Sharing.of(max(1, stage // folded), folded, self.ranks_per_node)
 
     @cached_property
     def data_cut(self) -> tuple[Sharing, Sharing]:
-        """The ranks that sum gradients: those over which ZeRO cuts, and those that have the same pieces."""
+        """Ranks over which ZeRO splits gradients, and ranks that have the same pieces."""
         return self._cut(self.data_ranks.size, self.tensor)
 
     @cached_property
     def expert_cut(self) -> tuple[Sharing, Sharing]:
-        """As `data_cut`, of those that hold the same experts."""
+        """Ranks over which ZeRO splits the gradients of experts, and ranks that have the same pieces."""
         return self._cut(self.expert_data_ranks.size, self.expert * self.expert_tensor)
 
     def _cut(self, size: int, stride: int) -> tuple[Sharing, Sharing]:
-        within = min(self.zero_group or size, size) if self.zero else size
-        copies = Sharing.of(size // within, stride * within, self.ranks_per_node)
-        return Sharing.of(within, stride, self.ranks_per_node), copies
+        split_ranks = min(self.zero_group or size, size) if self.zero else size
+        replicas = Sharing.of(size // split_ranks, stride * split_ranks, self.ranks_per_node)
+        return Sharing.of(split_ranks, stride, self.ranks_per_node), replicas
 
     @property
-    def sums(self) -> int:
-        """How often gradients are summed in a step."""
+    def reductions(self) -> int:
+        """Number of gradient reductions of a step."""
         return self.micro_batches if self.sliced else 1
 
     @property
     def stage_ranks(self) -> int:
-        """Of one pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.tensor * self.context * self.data
 
     def crosses(self, one: int, other: int) -> bool:
-        """Whether a rank of a stage and that of another one to which it sends are on two nodes."""
+        """Return True if some rank of a stage sends to another stage on another node."""
         first, last = min(one, other) * self.stage_ranks, (max(one, other) + 1) * self.stage_ranks - 1
         return one != other and first // self.ranks_per_node != last // self.ranks_per_node

@@ -1,10 +1,10 @@
-"""The rates of a machine, from which the seconds of a step follow, in a file or published.
+"""Rates of a machine, from which the seconds of a step follow. They are in a file or published.
 
-Products go at `peak efficiency / (1 + saturation (1/m + 1/n + 1/k))`: small ones keep no processor busy.
-`hpctrain calibrate` measures such a file of the machine that it runs on.
+A matrix product has `peak efficiency / (1 + saturation (1/m + 1/n + 1/k))` FLOP/s, since small ones cannot
+use the whole processor. `hpctrain calibrate` writes a file with the rates of this machine.
 
-A file may have several kinds of node: `[machine]` with `nodes`, and for each other kind a table
-`[[machine.others]]` with its `name`, its `nodes` and what it has otherwise (`plan/time/node_kinds.py`).
+A file may have several kinds of node: `[machine]` with `nodes`, and for each further kind a table
+`[[machine.others]]` with its `name`, its `nodes` and the rates that differ (`plan/time/node_kinds.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpctrain.files import read_text
 from hpctrain.parallel.kernels.matmul_kernels import Pass
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.vocabulary import CHUNK_ROWS, even_chunk
-from hpctrain.plan.time.node_kinds import kind_problems, with_others
+from hpctrain.plan.time.node_kinds import complete_kinds, kind_problems
 from hpctrain.text import counted, either, nearest
 
 PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
@@ -36,11 +36,11 @@ PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
     "loss": (4, 2),
     "lookup": (2, 3),
 }
-"""How often memory is passed over for an element that comes out, forward and backward."""
+"""Number of reads and writes of memory for each output element, forward and backward."""
 
 Direction = Literal["forward", "backward"]
-Home = Literal["device", "host", "disk"]
-"""Where something lives."""
+Location = Literal["device", "host", "disk"]
+"""Memory in which tensors are stored."""
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
@@ -53,34 +53,53 @@ class _RatesTable(BaseModel):
 
 
 ProductPass = Literal[Pass, "logits_input_gradient", "logits_weight_gradient"]
-"""A pass of a matrix, or of the table that logits are computed by."""
+"""Pass of a matrix product, or of the product with the output table."""
 
 
 class Efficiency(_RatesTable):
-    """The share of the peak that the largest products reach, and what small ones lose."""
+    """Efficiency of matrix products.
+
+    Attributes:
+        efficiency: Share of the peak that the largest products reach.
+        saturation: Loss of small products, as in the formula of this module.
+    """
 
     efficiency: float = Field(gt=0)
     saturation: float = Field(ge=0)
 
 
 class ProductRates(Efficiency):
-    """Of one format: FLOP/s at the peak, how much of it products reach, and where that was measured how much
-    those of a pass do.
+    """Rates of matrix products in one format.
+
+    Attributes:
+        peak: FLOP/s at the peak.
+        passes: Efficiency by pass, if it was measured.
     """
 
     peak: float = Field(ge=1, le=1e30)
     passes: Mapping[ProductPass, Efficiency] = Field(default_factory=dict)
 
     def seconds(self, m: float, n: float, k: float, kind: ProductPass = "forward") -> float:
-        """Of one product [m, k] by [k, n]."""
-        of = self.passes.get(kind, self)
-        return 2 * (m * n * k + of.saturation * (n * k + m * k + m * n)) / (self.peak * of.efficiency)
+        """Return the seconds of a product [m, k] by [k, n]."""
+        efficiency = self.passes.get(kind, self)
+        return (
+            2
+            * (m * n * k + efficiency.saturation * (n * k + m * k + m * n))
+            / (self.peak * efficiency.efficiency)
+        )
 
 
 class AttentionRates(_RatesTable):
-    """FLOP/s of the core of attention, forward and backward, the causal mask not subtracted; none where it is
-    products and passes over the matrix of scores, `passes` of them forward, and backward. `features` are
-    seconds of each feature of a query beside, forward and backward: short sequences have more of them.
+    """Rates of the core of attention.
+
+    Without `forward` and `backward`, attention consists of products and of passes over the matrix of scores.
+
+    Attributes:
+        forward: FLOP/s forward. The causal mask is not subtracted.
+        backward: FLOP/s backward.
+        passes: Number of passes over the scores, forward and backward.
+        features: Further seconds for each feature of a query, forward and backward, which matter in short
+            sequences.
     """
 
     forward: float | None = Field(None, gt=0)
@@ -89,19 +108,25 @@ class AttentionRates(_RatesTable):
     features: Pair = (0.0, 0.0)
 
     @model_validator(mode="after")
-    def _whole(self) -> AttentionRates:
+    def _require_both_rates(self) -> AttentionRates:
         rates = {"forward": self.forward, "backward": self.backward}
-        lacking = [name for name, rate in rates.items() if rate is None]
-        if len(lacking) == 1 or (lacking and self.passes is None):
+        missing = [name for name, rate in rates.items() if rate is None]
+        if len(missing) == 1 or (missing and self.passes is None):
             raise ValueError(
-                f"requires {' and '.join(lacking)}, the FLOP/s of attention (`hpctrain calibrate` "
+                f"requires {' and '.join(missing)}, the FLOP/s of attention (`hpctrain calibrate` "
                 "measures it)"
             )
         return self
 
 
 class FormatRates(_RatesTable):
-    """What takes another time in a format than in that of the machine's own figures."""
+    """Rates that differ in a format from those of the machine.
+
+    Attributes:
+        attention: Rates of attention.
+        elementwise: Seconds per element, forward and backward, by kind of operation.
+        optimizer: Elements per second of the optimizer.
+    """
 
     attention: AttentionRates | None = None
     elementwise: Mapping[ElementwiseKind, Pair] = Field(default_factory=dict)
@@ -112,15 +137,23 @@ _NO_FORMAT = FormatRates()
 
 
 class LinkRates(_RatesTable):
-    """Between ranks: bytes a second that each has in either direction, and seconds of a message of none."""
+    """Link between ranks.
+
+    Attributes:
+        bandwidth: Bytes per second of a rank in each direction.
+        latency: Seconds of an empty message.
+    """
 
     bandwidth: float = Field(ge=1, le=1e30)
     latency: float = Field(ge=0)
 
 
 class Host(_RatesTable):
-    """The host of a device that computes: bytes a second that a rank moves to it, or from it, and those that
-    its processor passes over for a rank.
+    """Host of a GPU.
+
+    Attributes:
+        bandwidth: Bytes per second between the GPU of a rank and its host.
+        memory_bandwidth: Bytes per second of host memory for a rank.
     """
 
     bandwidth: float = Field(ge=1, le=1e30)
@@ -128,8 +161,13 @@ class Host(_RatesTable):
 
 
 class Collective(_RatesTable):
-    """Seconds of an operation by bytes, the smallest first, as measured among `ranks`, of which so many lie
-    `together` on a node: all, where nothing is said.
+    """Measured seconds of a collective operation.
+
+    Attributes:
+        ranks: Number of ranks.
+        together: Number of them on each node; None for all.
+        bytes: Sizes in ascending order.
+        seconds: Seconds for each size.
     """
 
     ranks: int = Field(ge=2)
@@ -138,7 +176,7 @@ class Collective(_RatesTable):
     seconds: tuple[PositiveFloat, ...] = Field(min_length=1, strict=False)
 
     @model_validator(mode="after")
-    def _fits(self) -> Collective:
+    def _check_sizes(self) -> Collective:
         if len(self.bytes) != len(self.seconds):
             raise ValueError("must have the same number of bytes and seconds")
         if list(self.bytes) != sorted(set(self.bytes)):
@@ -147,24 +185,43 @@ class Collective(_RatesTable):
 
 
 class MachineRates(_RatesTable):
-    """One kind of rank, of node and of network, with the habits of its software.
+    """Rates of one kind of ranks, nodes and network, and properties of their software.
 
-    `launch` are the seconds that any operation takes at least, `fixed` those of a step beside all that is
-    told. Sums of gradients, by default in the format that `gradients` says, as precision.gradients does, go
-    on beside backward at the share `overlap` of their speed, with none after it; what layers sum hides by
-    `layer_overlap` behind products; ranks that meet in each layer wait there for the slowest by the share
-    `waits` of what they compute. `host` is there where ranks compute on devices with memory of their own;
-    `disk` are bytes a second that a rank reads from its files, and writes at the same time. Where
-    messages between stages are `blocking`, both sides wait for them; with `split_messages` a stage's tensor
-    ranks send a part each. With `shared_memory` ranks of a node see each other's, as on CPUs. `elementwise`
-    are seconds of an element, forward and backward; `optimizer` is elements a second that AdamW updates;
-    `formats` have what differs by format. The head computes so many `logits` at a time, or all at once.
-
-    Of a machine that was measured, `date` says when, `processor` is that, or the GPU, `ranks` by how many,
-    `spread` below what shares of their median one tenth and nine tenths of the measurements of a kind were.
-
-    There are as many `nodes` as ranks need, or so many; ranks lie on these first, then on those of the
-    `others`, one kind after the other. `memory` is a rank's. `gpu` is true if ranks compute on GPUs.
+    Attributes:
+        name: Name of the machine.
+        source: Origin of the rates.
+        nodes: Number of nodes; None for as many as ranks need.
+        ranks_per_node: Number of ranks per node.
+        memory: Bytes of memory for a rank.
+        memory_bandwidth: Bytes per second of memory for a rank.
+        prepared_product: Bytes that a CPU's library keeps for each prepared matrix product.
+        launch: Minimum seconds of an operation.
+        fixed: Seconds of a step that are not predicted otherwise.
+        optimizer: Elements per second that AdamW updates.
+        products: Rates of matrix products by format.
+        attention: Rates of attention.
+        elementwise: Seconds per element, forward and backward, by kind of operation.
+        formats: Rates that differ by format.
+        logits: Number of logits that the output layer computes at a time; None for all.
+        inside: Link inside nodes.
+        between: Link between nodes.
+        host: Host of the GPU; None on CPUs.
+        disk: Bytes per second that a rank reads from its files and writes to them.
+        collectives: Measured operations inside nodes.
+        crossing: Measured operations between nodes.
+        gradients: Default format of gradient reductions, as in precision.gradients.
+        overlap: Share of their speed that gradient reductions have during the backward pass.
+        layer_overlap: Share of tensor-parallel reductions that overlaps with products.
+        waits: Wait for the slowest rank in each layer, as a share of the computation.
+        messages: "blocking" if both stages wait for a message between them.
+        split_messages: True if each tensor rank sends a part of the message to the next stage.
+        shared_memory: True if ranks of a node share memory, as on CPUs.
+        gpu: True if ranks compute on GPUs.
+        date: Date of the measurement.
+        processor: Name of the processor or GPU.
+        ranks: Number of ranks of the measurement.
+        spread: 10th and 90th percentile of the measurements by kind, relative to their median.
+        others: Further kinds of node. Ranks fill the nodes of this kind first.
     """
 
     name: str = Field(min_length=1)
@@ -206,45 +263,56 @@ class MachineRates(_RatesTable):
 
     @property
     def kinds(self) -> tuple[MachineRates, ...]:
-        """Of its nodes, in the order in which ranks fill them."""
+        """Kinds of node, in the order in which ranks fill them."""
         return (self, *self.others)
 
     @property
     def memories(self) -> tuple[tuple[str, int, float], ...]:
-        """Of each kind its name, its nodes and bytes of memory for a rank there; none where there is one."""
-        found = ((kind.name, kind.nodes or 0, kind.memory) for kind in self.kinds)
-        return tuple(found) if self.others else ()
+        """Name, number of nodes, and bytes for each rank of each kind of node; () if there is one kind."""
+        result = ((kind.name, kind.nodes or 0, kind.memory) for kind in self.kinds)
+        return tuple(result) if self.others else ()
 
     def of_deck(self, deck: Deck) -> Deck:
-        """The deck, on nodes and by the habits of this machine where it does not say otherwise."""
-        told, most = deck.machine, max(kind.memory for kind in self.kinds)
-        of_node = told.ranks_per_node or told.gpus_per_node or self.ranks_per_node
-        found = {"ranks_per_node": of_node, "memory": told.memory or int(most * of_node)}
-        found |= {"gpu_memory": told.gpu_memory or int(self.memory)}
-        given = "precision.gradients" in deck.sources.places
-        sums = deck.precision.gradients if given else self.gradients
-        apart = deck.communication.transport == "auto" and not self.shared_memory
-        over = {"transport": "mpi"} if apart else {}
+        """Return the deck with the properties of this machine for keys that it does not set."""
+        section, most = deck.machine, max(kind.memory for kind in self.kinds)
+        ranks_per_node = section.ranks_per_node or section.gpus_per_node or self.ranks_per_node
+        result = {"ranks_per_node": ranks_per_node, "memory": section.memory or int(most * ranks_per_node)}
+        result |= {"gpu_memory": section.gpu_memory or int(self.memory)}
+        is_set = "precision.gradients" in deck.sources.places
+        gradients = deck.precision.gradients if is_set else self.gradients
+        uses_mpi = deck.communication.transport == "auto" and not self.shared_memory
+        communication = {"transport": "mpi"} if uses_mpi else {}
         if self.prepared_product is not None and "machine.prepared_product" not in deck.sources.places:
-            found |= {"prepared_product": int(self.prepared_product)}
+            result |= {"prepared_product": int(self.prepared_product)}
         device = "cuda" if self.gpu and deck.run.device == "auto" else deck.run.device
         return deck.with_keys(
-            run={"device": device}, machine=found, precision={"gradients": sums}, communication=over
+            run={"device": device},
+            machine=result,
+            precision={"gradients": gradients},
+            communication=communication,
         )
 
     def products_of(self, form: str) -> ProductRates:
-        """Those of a format; HpctrainError where they were not measured."""
-        found = self.products.get(form)
-        if found is None:
+        """Return the rates of matrix products in a format.
+
+        Raises:
+            HpctrainError: They are missing.
+        """
+        result = self.products.get(form)
+        if result is None:
             raise HpctrainError(
                 f"{self.name}: machine.products.{form} is missing: the keys peak (FLOP/s), efficiency "
                 "(share of the peak of large products) and saturation; the file has "
                 f"{either(self.products)} (`hpctrain calibrate` measures them)"
             )
-        return found
+        return result
 
     def host_for(self, key: str) -> Host:
-        """That of the device; HpctrainError where it was not measured, and the deck's `key` asks for it."""
+        """Return the host of the GPU, which a key of the deck requires.
+
+        Raises:
+            HpctrainError: It is missing.
+        """
         if self.host is None:
             raise HpctrainError(
                 f"{self.name}: machine.host is missing, which {key} = host requires: the keys bandwidth "
@@ -254,7 +322,11 @@ class MachineRates(_RatesTable):
         return self.host
 
     def disk_for(self, key: str) -> float:
-        """Bytes a second; HpctrainError where they were not measured, and the deck's `key` asks for them."""
+        """Return the bytes per second of the disk, which a key of the deck requires.
+
+        Raises:
+            HpctrainError: They are missing.
+        """
         if self.disk is None:
             raise HpctrainError(
                 f"{self.name}: machine.disk is missing, which {key} = disk requires: bytes/s that a rank "
@@ -262,17 +334,25 @@ class MachineRates(_RatesTable):
             )
         return self.disk
 
-    def away(self, home: Home, key: str) -> float:
-        """Bytes a second to where something lives by the deck's `key`, and back; HpctrainError as above."""
-        if home == "host":
+    def offload_bandwidth(self, location: Location, key: str) -> float:
+        """Return the bytes per second to and from the memory that a key of the deck requires.
+
+        Raises:
+            HpctrainError: They are missing.
+        """
+        if location == "host":
             return self.host_for(key).bandwidth
         disk = self.disk_for(key)
         return disk if self.host is None else min(disk, self.host.bandwidth)
 
     def link(self, crosses: bool) -> LinkRates:
-        """That inside a node, or between nodes; HpctrainError where it was not measured."""
-        found = self.between if crosses else self.inside
-        if found is None:
+        """Return the link between nodes if `crosses`, or else that inside nodes.
+
+        Raises:
+            HpctrainError: It is missing.
+        """
+        result = self.between if crosses else self.inside
+        if result is None:
             name, where = ("between", "two nodes") if crosses else ("inside", "two ranks of a node")
             on_one_node = (
                 f"; its nodes have {counted(self.ranks_per_node, 'rank')} each (if more share a node, use "
@@ -282,20 +362,20 @@ class MachineRates(_RatesTable):
                 f"{self.name}: machine.{name} is missing: the keys bandwidth (bytes/s) and latency "
                 f"(seconds) of a link (`hpctrain calibrate` measures them on {where}){on_one_node * crosses}"
             )
-        return found
+        return result
 
     def attention_of(self, form: str) -> AttentionRates:
-        """That of a format."""
+        """Return the rates of attention in a format."""
         return self.formats.get(form, _NO_FORMAT).attention or self.attention
 
     def optimizer_of(self, form: str) -> float | None:
-        """Elements a second of parameters that are stored in a format."""
+        """Return the elements per second of the optimizer, for parameters in a format; None if unknown."""
         return self.formats.get(form, _NO_FORMAT).optimizer or self.optimizer
 
     def elements(
         self, kind: ElementwiseKind, direction: Direction, count: float, itemsize: int, form: str = ""
     ) -> float:
-        """Seconds of what is done to so many elements of a format."""
+        """Return the seconds of an elementwise operation on `count` elements of a format."""
         backward = direction == "backward"
         measured = self.formats.get(form, _NO_FORMAT).elementwise.get(kind) or self.elementwise.get(kind)
         if measured is not None:
@@ -303,7 +383,7 @@ class MachineRates(_RatesTable):
         return self.launch + count * PASSES[kind][backward] * itemsize / self.memory_bandwidth
 
     def logits_at_once(self, tokens: float, outputs: float) -> float:
-        """Tokens of a chunk of so many, for which the head computes `outputs` logits each."""
+        """Return the number of `tokens` for which the output layer computes `outputs` logits at a time."""
         if self.logits is None:
             return tokens
         return even_chunk(max(1, int(tokens)), max(CHUNK_ROWS, int(self.logits // outputs)))
@@ -311,14 +391,19 @@ class MachineRates(_RatesTable):
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the ranks of a group lie: `size` of them, `together` on each of the nodes they are spread over."""
+    """Distribution of the ranks of a group over nodes.
+
+    Attributes:
+        size: Number of ranks.
+        together: Number of ranks on each node.
+    """
 
     size: int
     together: int
 
     @staticmethod
     def of(size: int, stride: int, ranks_per_node: int) -> Sharing:
-        """Of ranks that lie `stride` apart in the order of ranks."""
+        """Return the distribution of ranks that are `stride` apart in the order of ranks."""
         together = max(1, min(size, ranks_per_node // stride))
         while size % together:
             together -= 1
@@ -326,20 +411,26 @@ class Sharing:
 
     @property
     def nodes(self) -> int:
-        """Over which they are spread."""
+        """Number of nodes."""
         return self.size // self.together
 
 
 SENT: Mapping[Operation, float] = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
-"""How many times what an operation is of, less a rank's own part, passes each rank's link."""
+"""Number of times that the tensor, without a rank's own part, passes the link of a rank."""
 
 
 def collective_seconds(machine: MachineRates, operation: Operation, size: float, group: Sharing) -> float:
-    """Seconds of an operation of `size` bytes in all: the payload of a rank.
+    """Return the seconds of a collective operation.
 
-    By what was measured, where it was, inside a node. Else pieces pass each rank's link once, twice for an
-    all-reduce; between nodes the ranks that lie together have their links together
+    Measured operations are interpolated. Otherwise the pieces pass the link of each rank once, twice for an
+    all-reduce. Between nodes, the ranks of a node use their links together
     (`comm/transports/hierarchical.py`).
+
+    Args:
+        machine: Rates of the machine.
+        operation: The operation.
+        size: Bytes of the global tensor, which are the payload of a rank.
+        group: Distribution of the ranks.
     """
     if group.size == 1 or size <= 0:
         return 0.0
@@ -364,14 +455,15 @@ def collective_seconds(machine: MachineRates, operation: Operation, size: float,
 
 
 def _nearest(measured: Sequence[Collective], group: Sharing) -> Collective | None:
-    """Of what was measured between nodes that of groups with as many ranks on a node, or the next fewer."""
+    """Return the operation that was measured with as many ranks per node, or the next fewer."""
     fitting = [each for each in measured if (each.together or 1) <= group.together]
     return max(fitting, key=lambda each: each.together or 1, default=None)
 
 
 def gather_seconds(machine: MachineRates, size: float, group: Sharing) -> float:
-    """Seconds in which ranks have parameters of `size` bytes that they cut: where ranks of a node see one and
-    the same memory these are there as soon as all have come.
+    """Return the seconds in which ranks gather parameters of `size` bytes.
+
+    If ranks of a node share memory, they only wait for each other.
     """
     if machine.shared_memory and group.nodes == 1:
         return collective_seconds(machine, "all_gather", 1.0, group)
@@ -379,13 +471,13 @@ def gather_seconds(machine: MachineRates, size: float, group: Sharing) -> float:
 
 
 def message_seconds(machine: MachineRates, size: float, crosses: bool) -> float:
-    """Seconds of a message of `size` bytes from a rank to one of the next stage."""
+    """Return the seconds of a message of `size` bytes to a rank of the next stage."""
     link = machine.link(crosses)
     return size / link.bandwidth + link.latency
 
 
 def _between(measured: Collective, size: float) -> float:
-    """Seconds of a size, between those that were measured beside it; beyond the last one by its rate."""
+    """Return the seconds of a size, interpolated; beyond the largest measured size in proportion."""
     sizes, seconds = measured.bytes, measured.seconds
     if size <= sizes[0]:
         return seconds[0]
@@ -397,15 +489,17 @@ def _between(measured: Collective, size: float) -> float:
 
 
 def preset_names() -> list[str]:
-    """Machines of publications that come with hpctrain."""
+    """Return the names of the published machines that come with hpctrain."""
     folder = resources.files(__package__) / "machines"
     return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
 
 
 def read_machine(name: str) -> MachineRates:
-    """The machine of a preset's name, or of a file.
+    """Return the machine of a preset or of a file.
 
-    HpctrainError with every figure that is missing or wrong, InputOutputError where no file can be read.
+    Raises:
+        HpctrainError: Rates are missing or wrong. It has all problems.
+        InputOutputError: The file cannot be read.
     """
     names = preset_names()
     known = f"use a file of `hpctrain calibrate`, or {either(names)}"
@@ -418,14 +512,18 @@ def read_machine(name: str) -> MachineRates:
         text = read_text(Path(name), MAX_DECK_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
-        near = nearest(name, names)
-        hint = f'did you mean "{near}"? or ' if near else ""
+        suggestion = nearest(name, names)
+        hint = f'did you mean "{suggestion}"? or ' if suggestion else ""
         raise InputOutputError(f"{name}: cannot be read: {reason} ({hint}{known})") from None
     return parse_machine(text, name)
 
 
 def parse_machine(text: str, name: str) -> MachineRates:
-    """The `[machine]` table of a text. HpctrainError as `read_machine`."""
+    """Return the `[machine]` table of a text.
+
+    Raises:
+        HpctrainError: Rates are missing or wrong. It has all problems.
+    """
     try:
         values, lines = parse_toml(text)
     except TomlError as error:
@@ -436,7 +534,7 @@ def parse_machine(text: str, name: str) -> MachineRates:
         raise HpctrainError(f"{name}: requires a table [machine] with the rates of a machine")
     problems = list(kind_problems(table))
     try:
-        machine = MachineRates.model_validate(with_others(table))
+        machine = MachineRates.model_validate(complete_kinds(table))
     except ValidationError as error:
         problems += _figure_problems(error)
     if problems:
@@ -445,10 +543,11 @@ def parse_machine(text: str, name: str) -> MachineRates:
 
 
 def _figure_problems(error: ValidationError) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Paths below [machine] of figures that are missing or wrong, and what they are; what other kinds have
-    from the first one is said once.
+    """Yield the paths below [machine] and the problems of missing or wrong values.
+
+    Problems of other kinds of node that come from the first kind are listed once.
     """
-    seen = set[tuple[tuple[str, ...], str]]()
+    reported = set[tuple[tuple[str, ...], str]]()
     for each in error.errors():
         path = tuple(map(str, each["loc"]))
         if each["type"] == "missing":
@@ -456,15 +555,15 @@ def _figure_problems(error: ValidationError) -> Iterator[tuple[tuple[str, ...], 
         elif each["type"] == "extra_forbidden":
             sentence = "unknown key"
         else:
-            said = each["msg"].removeprefix("Value error, ")
-            sentence = said[:1].lower() + said[1:]
-        if path[:1] == ("others",) and (path[2:], sentence) in seen:
+            problem = each["msg"].removeprefix("Value error, ")
+            sentence = problem[:1].lower() + problem[1:]
+        if path[:1] == ("others",) and (path[2:], sentence) in reported:
             continue
-        seen.add((path, sentence))
+        reported.add((path, sentence))
         yield path, sentence
 
 
-def _sentence(name: str, lines: Mapping[tuple[str, ...], int], below: tuple[str, ...], said: str) -> str:
-    path = ("machine", *below)
+def _sentence(name: str, lines: Mapping[tuple[str, ...], int], keys: tuple[str, ...], problem: str) -> str:
+    path = ("machine", *keys)
     line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
-    return f"{name}:{line}: {'.'.join(path)}: {said}" if line else f"{name}: {'.'.join(path)}: {said}"
+    return f"{name}:{line}: {'.'.join(path)}: {problem}" if line else f"{name}: {'.'.join(path)}: {problem}"

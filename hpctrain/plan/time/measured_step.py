@@ -1,9 +1,8 @@
-"""Seconds of a step as a rank measured them, by the causes of a plan as far as these can be told apart.
+"""Measured seconds of a step of a rank, by the causes of a plan as far as they can be separated.
 
-The ledger tells how long each phase was, how much of it this rank spent inside calls of groups, along which
-axis, and what it computed again. What is left of forward and backward is computing: products, attention and
-what is done by element are one there. Waiting for other stages and for their messages is one, too, unless a
-trace tells how much of it came after the other stage was done.
+The ledger has the seconds of each phase, of calls of groups by axis, and of recomputation. The rest of the
+forward and backward passes is computation: products, attention and elementwise operations are not separated.
+Neither are the waiting for other stages and for their messages, unless the run has a trace.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
     "stages": ("messages", "bubble"),
     "update": ("optimizer", "offload"),
 }
-"""Causes that are measured as one, by its name."""
+"""Causes that are measured together, by the name of their sum."""
 
 _PASSES = frozenset({"forward", "backward"})
 _SUMS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
@@ -29,8 +28,15 @@ _EXPERTS = frozenset({"expert", "expert_tensor"})
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step of one rank: its seconds, those of its phases, and of each those spent in calls; those spent
-    in calls by axis, operation and the phase in which they were started; and of what was computed again.
+    """Measured times of a step of one rank.
+
+    Attributes:
+        step: Number of the step.
+        seconds: Seconds of the step.
+        phases: Seconds of each phase.
+        inside: Seconds of each phase that were spent in calls of groups.
+        calls: Seconds of calls by axis, operation, and phase in which they were started.
+        recompute: Seconds of recomputation.
     """
 
     step: int
@@ -38,29 +44,39 @@ class StepRecord:
     phases: Mapping[str, float]
     inside: Mapping[str, float]
     calls: Mapping[tuple[str, str, str], float]
-    again: float
+    recompute: float
 
     def by_cause(self, stages: int, zero: int) -> dict[str, float]:
-        """Its seconds by cause, on a pipeline of so many stages, by that stage of ZeRO. They add up to it."""
-        joined = {cause for causes in TOGETHER.values() for cause in causes}
-        causes = {cause: 0.0 for cause in (*TOGETHER, *CAUSES) if cause not in joined}
+        """Return the seconds by cause, whose sum is `seconds`.
+
+        Args:
+            stages: Number of pipeline stages.
+            zero: Stage of ZeRO.
+        """
+        is_joined = {cause for causes in TOGETHER.values() for cause in causes}
+        causes = {cause: 0.0 for cause in (*TOGETHER, *CAUSES) if cause not in is_joined}
         for (axis, operation, phase), seconds in self.calls.items():
             causes[_cause(frozenset(axis.split(" x ")), operation, phase, stages, zero)] += seconds
-        causes["recompute"] = self.again
-        causes["computing"] = self._outside("forward") + self._outside("backward") - self.again
+        causes["recompute"] = self.recompute
+        causes["computing"] = self._outside("forward") + self._outside("backward") - self.recompute
         causes["update"] += self._outside("synchronize") + self._outside("step")
         causes["fixed"] += self.seconds - fsum(causes.values())
         return causes
 
     def _outside(self, phase: str) -> float:
-        """What a phase took outside of calls."""
+        """Return the seconds of a phase outside of calls."""
         return self.phases.get(phase, 0.0) - self.inside.get(phase, 0.0)
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Seconds of a step, the mean of `steps` steps over the `ranks` of a stage; by cause, where the host's
-    clock tells that: not where a GPU computes, whose work was only handed over.
+    """Measured time of a step, as a mean.
+
+    Attributes:
+        seconds: Seconds of a step.
+        seconds_by_cause: Seconds by cause; None on GPUs, where the host only starts the work.
+        steps: Number of steps.
+        ranks: Number of ranks, those of one stage.
     """
 
     seconds: float
@@ -75,44 +91,44 @@ class MeasuredStep:
 
 
 def middle(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The steps without the quickest and the slowest quarter: those that nothing disturbed, in any order."""
+    """Return the steps without the fastest and the slowest quarter, in any order."""
     ordered, cut = sorted(records, key=lambda each: each.seconds), len(records) // 4
     return ordered[cut : len(ordered) - cut]
 
 
 def mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """That of each cause."""
+    """Return the mean seconds of each cause."""
     return {cause: fsum(causes[cause] for causes in each) / len(each) for cause in each[0]}
 
 
-def told_apart(causes: Mapping[str, float], bubble: float, messages: float) -> dict[str, float]:
-    """Seconds by cause, those of `stages` shared out as a trace has seconds of `bubble` and `messages`."""
+def separate_stage_waits(causes: Mapping[str, float], bubble: float, messages: float) -> dict[str, float]:
+    """Return seconds by cause, with `stages` divided into bubble and messages as in a trace."""
     share = messages / (bubble + messages) if bubble + messages else 0.0
-    others = {cause: seconds for cause, seconds in causes.items() if cause != "stages"}
+    other_causes = {cause: seconds for cause, seconds in causes.items() if cause != "stages"}
     seconds = causes["stages"]
-    return others | {"messages": seconds * share, "bubble": seconds * (1 - share)}
+    return other_causes | {"messages": seconds * share, "bubble": seconds * (1 - share)}
 
 
 def side_by_side(
     predicted: Mapping[str, float], measured: Mapping[str, float]
 ) -> list[tuple[str, float, float]]:
-    """Cause, or causes together, with both seconds, in the order of CAUSES.
+    """Return causes with their predicted and measured seconds, in the order of CAUSES.
 
-    Where messages are planned to overlap, the bubble that is planned has in it what stages wait for them.
+    If messages overlap in the plan, the predicted bubble includes the waiting for them.
     """
-    joined = {name: name in measured for name in TOGETHER}
-    joined["stages"] |= not predicted["messages"]
+    is_joined = {name: name in measured for name in TOGETHER}
+    is_joined["stages"] |= not predicted["messages"]
     pairs: dict[str, tuple[float, float]] = {}
     for cause in CAUSES:
-        name = next((name for name, causes in TOGETHER.items() if cause in causes and joined[name]), cause)
+        name = next((name for name, causes in TOGETHER.items() if cause in causes and is_joined[name]), cause)
         causes = TOGETHER.get(name, (cause,))
-        here = measured[name] if name in measured else fsum(measured[each] for each in causes)
-        pairs.setdefault(name, (fsum(predicted[each] for each in causes), here))
+        measured_seconds = measured[name] if name in measured else fsum(measured[each] for each in causes)
+        pairs.setdefault(name, (fsum(predicted[each] for each in causes), measured_seconds))
     return [(name, *both) for name, both in pairs.items()]
 
 
 def _cause(axes: frozenset[str], operation: str, phase: str, stages: int, zero: int) -> str:
-    """What a call is a part of."""
+    """Return the cause to which a call belongs."""
     if "pipeline" in axes and phase != "synchronize":
         return "stages"  # what is received is waited for before the passes, too
     if phase in _PASSES:

@@ -1,8 +1,8 @@
-"""Several kinds of node in one machine's file: `[[machine.others]]`, each with what it has otherwise.
+"""Several kinds of node in the file of a machine: a table `[[machine.others]]` for each further kind.
 
-Ranks fill nodes in order, the first kind's first. A kind has a name and a number of nodes of its own; every
-other figure that it does not say is as the first kind's. What was measured over a link of the first kind is
-not for another kind that says its own link.
+Ranks fill nodes in order, those of the first kind first. A kind has its own name and number of nodes. Other
+rates that it does not set are those of the first kind. If a kind sets a link, operations that were measured
+on that link of the first kind do not apply to it.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_OWN = ("name", "nodes", "others", "date", "processor", "ranks", "spread")
+_OWN_KEYS = ("name", "nodes", "others", "date", "processor", "ranks", "spread")
 _MEASURED_OVER = {"inside": "collectives", "between": "crossing"}
 _COMMON = ("ranks_per_node", "gradients", "messages", "split_messages", "shared_memory")
-"""What the kinds of a machine have in common: how ranks lie, and the habits of the software."""
+"""Keys that all kinds of a machine have in common."""
 
 Path = tuple[str, ...]
 
 
-def with_others(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A `[machine]` table whose other kinds are whole."""
+def complete_kinds(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `[machine]` table in which every other kind of node has all rates."""
     others = table.get("others")
     if not isinstance(others, list):
         return dict(table)
-    first = {key: value for key, value in table.items() if key not in _OWN}
-    return {**table, "others": [_over(_without_measured(first, each), each) for each in others]}
+    first = {key: value for key, value in table.items() if key not in _OWN_KEYS}
+    return {**table, "others": [_merge(_without_measured(first, each), each) for each in others]}
 
 
 def _without_measured(first: Mapping[str, Any], kind: object) -> dict[str, Any]:
-    said = kind if isinstance(kind, dict) else {}
-    dropped = {measured for link, measured in _MEASURED_OVER.items() if link in said}
+    kind_table = kind if isinstance(kind, dict) else {}
+    dropped = {measured for link, measured in _MEASURED_OVER.items() if link in kind_table}
     return {key: value for key, value in first.items() if key not in dropped}
 
 
-def _over(below: object, above: object) -> object:
-    """What `above` says, and else `below`; tables by their keys."""
+def _merge(below: object, above: object) -> object:
+    """Return the values of `above`, and those of `below` for missing keys. Tables are merged."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
-    return below | {key: _over(below.get(key), value) for key, value in above.items()}
+    return below | {key: _merge(below.get(key), value) for key, value in above.items()}
 
 
 def kind_problems(table: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """What keeps other kinds, as the file has them, from being those of one machine: paths and sentences."""
+    """Yield the paths and the problems of other kinds of node, as the file has them."""
     others = table.get("others")
     if not isinstance(others, list) or not others:
         return

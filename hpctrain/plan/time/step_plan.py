@@ -1,9 +1,8 @@
-"""Seconds of a step by cause: passes over layers, on their schedule, and what follows the last backward.
+"""Seconds of a step by cause: passes over layers in the order of the schedule, and what follows them.
 
-The schedule is simulated, not told by a formula. Beside the causes of layers there are `messages` between
-stages and the `bubble` in which the stage that has most to do waits; sums of `gradients` and `parameters`
-that are gathered, as far as they do not hide behind backward; what lies elsewhere and is waited for
-(`offload`); the `optimizer`; and what is `fixed`.
+The schedule is simulated. In addition to the causes of layers, there are `messages` between stages, the
+`bubble` in which the stage with most work waits, reductions of `gradients` and gathering of `parameters` that
+the backward pass does not hide, transfers of `offload`, the `optimizer`, and a `fixed` time.
 """
 
 from __future__ import annotations
@@ -53,14 +52,23 @@ TIMED: Mapping[str, object] = {
     "precision.fp8_gather": False,
     "precision.fp8_messages": False,
 }
-"""Keys whose other values take time, or spare some, that is not told."""
+"""Values of keys for which step times are predicted. The effect of other values is not included."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's seconds by cause, of the `stage` that has most to do; its tokens; FLOPs of all ranks as
-    published formulas count them, without and with what is computed again; FLOP/s of a rank at the peak, of
-    several kinds of node in the mean; the run's steps; what of the deck is not told.
+    """Predicted step.
+
+    Attributes:
+        seconds_by_cause: Seconds by cause on the stage with most work.
+        ranks: Number of ranks.
+        tokens: Tokens of a step.
+        flops: FLOPs of all ranks by published formulas, without recomputation.
+        hardware_flops: FLOPs of all ranks with recomputation.
+        peak: FLOP/s of a rank at the peak, as the mean over kinds of node.
+        steps: Number of steps of the run.
+        ignored_keys: Keys of the deck whose effect is not included.
+        stage: Number of the stage with most work.
     """
 
     seconds_by_cause: Mapping[str, float]
@@ -70,12 +78,12 @@ class StepPlan:
     hardware_flops: float
     peak: float
     steps: int
-    untold: tuple[str, ...] = ()
+    ignored_keys: tuple[str, ...] = ()
     stage: int = 0
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self.seconds_by_cause.values())
 
     def row(self) -> dict[str, object]:
@@ -88,32 +96,36 @@ class StepPlan:
             "run_seconds": self.run_seconds,
             "rank_hours": self.rank_hours,
             "seconds_by_cause": dict(self.seconds_by_cause),
-            "untold": list(self.untold),
+            "untold": list(self.ignored_keys),
         }
 
     @property
     def flops_per_rank(self) -> float:
-        """FLOP/s of a rank, what is computed again counted."""
+        """FLOP/s of a rank, with recomputation."""
         return self.hardware_flops / self.seconds / self.ranks
 
     @property
     def mfu(self) -> float:
-        """Share of the peak in which a rank computes what is not computed again (arXiv 2204.02311)."""
+        """Model FLOPs utilization: share of the peak, without recomputation (arXiv 2204.02311)."""
         return self.flops / self.seconds / self.ranks / self.peak
 
     @property
     def run_seconds(self) -> float:
-        """Of all steps."""
+        """Seconds of all steps."""
         return self.steps * self.seconds
 
     @property
     def rank_hours(self) -> float:
-        """Hours of all ranks in these."""
+        """Hours of all steps, summed over ranks."""
         return self.run_seconds * self.ranks / 3600
 
 
 def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: MachineRates) -> StepPlan:
-    """A step of a deck on so many ranks of a machine. HpctrainError as a run would."""
+    """Return the predicted step of a deck on a machine.
+
+    Raises:
+        HpctrainError: A run would fail with this error, or the deck has parameter servers.
+    """
     if deck.communication.server is not None:
         sentence = "step times of parameter servers are not predicted (leave --machine out)"
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
@@ -123,15 +135,19 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: MachineRates) ->
     schedule = placement.schedule_of(at.micro_batches)
     layers = layer_sizes(shape, tuple(deck.model.frozen))
     stage, causes = busiest_seconds(layers, at, schedule, placement.split, machine)
-    counted, tokens = model_flops(shape), deck.batch.global_size * deck.batch.sequence
-    again = counted.recomputed_flops_per_token(deck.memory.recompute)
-    flops = counted.flops_per_token * tokens
+    flop_counts, tokens = model_flops(shape), deck.batch.global_size * deck.batch.sequence
+    recomputed = flop_counts.recomputed_flops_per_token(deck.memory.recompute)
+    flops = flop_counts.flops_per_token * tokens
     values = {key: deck.value(key) for key in TIMED}
-    untold = tuple(f"{key} = {value}" for key, value in values.items() if value not in {None, TIMED[key]})
+    ignored_keys = tuple(
+        f"{key} = {value}" for key, value in values.items() if value not in {None, TIMED[key]}
+    )
     of_kinds = ranks_of_kinds(machine, ranks, at.ranks_per_node)
     peaks = sum(each.products_of(at.form).peak * share for each, share in of_kinds)
     peak, steps = peaks / ranks, deck.run.steps
-    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, peak, steps, untold, stage)
+    return StepPlan(
+        causes, ranks, tokens, flops, flops + recomputed * tokens, peak, steps, ignored_keys, stage
+    )
 
 
 Simulate = Callable[[Schedule, StageTimes], Simulation]
@@ -145,7 +161,7 @@ def step_seconds(
     machine: MachineRates,
     simulate: Simulate = simulate,
 ) -> dict[str, float]:
-    """Seconds by cause of a step of these layers, blocks split so over the parts of a schedule."""
+    """Return the seconds of a step by cause. The arguments are those of `busiest_seconds`."""
     return busiest_seconds(layers, at, schedule, split, machine, simulate)[1]
 
 
@@ -157,17 +173,26 @@ def busiest_seconds(
     machine: MachineRates,
     simulate: Simulate = simulate,
 ) -> tuple[int, dict[str, float]]:
-    """The stage that has most to do, and its seconds by cause: see `step_seconds`.
+    """Return the number of the stage with most work, and its seconds by cause.
 
-    On several kinds of node it is the one that takes longest after its last backward: none waits for another
-    there, and the step is over when the last of them is.
+    With several kinds of node, it is the stage that takes longest after its last backward pass, since the
+    step ends with it.
+
+    Args:
+        layers: Layers of the model.
+        at: Sizes of the layout.
+        schedule: Schedule of the step.
+        split: Number of blocks of each part.
+        machine: Rates of the machine.
+        simulate: Function that simulates a schedule.
     """
     ground = StageNodes(machine, at)
-    of_groups = [ground.layers(layers, group) for group in range(len(ground.groups))]
+    group_seconds = [ground.layers(layers, group) for group in range(len(ground.groups))]
     parts = _parts(layers, split)
-    homes = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
+    stage_of_part = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
     passes = [
-        _part_seconds(part, of_groups[ground.of_stage[home]]) for part, home in zip(parts, homes, strict=True)
+        _part_seconds(part, group_seconds[ground.of_stage[home]])
+        for part, home in zip(parts, stage_of_part, strict=True)
     ]
     messages = messages_of(schedule, layers[0].hidden, ground)
     blocking = machine.messages == "blocking"
@@ -183,32 +208,35 @@ def busiest_seconds(
     )
 
     def after(stage: int) -> dict[str, float]:
-        held = [schedule.part(stage, chunk) for chunk in range(schedule.chunks)]
-        first = passes[held[0]]
+        stage_parts = [schedule.part(stage, chunk) for chunk in range(schedule.chunks)]
+        first = passes[stage_parts[0]]
         backward = sum(first.input_gradient.values()) + sum(first.weight_gradient.values())
-        return ground.after([layer for part in held for layer in parts[part]], backward, at, stage)
+        return ground.after([layer for part in stage_parts for layer in parts[part]], backward, at, stage)
 
     def order(stage: int) -> tuple[float, float]:
         return -sum(after(stage).values()) if not ground.is_one else 0.0, simulation.idle[stage]
 
     busiest = min(range(schedule.stage_count), key=order)
-    held = [schedule.part(busiest, chunk) for chunk in range(schedule.chunks)]
+    stage_parts = [schedule.part(busiest, chunk) for chunk in range(schedule.chunks)]
     count = schedule.micro_batches
     causes = added(
         *(
             times(
                 added(passes[part].forward, passes[part].input_gradient, passes[part].weight_gradient), count
             )
-            for part in held
+            for part in stage_parts
         ),
-        {"messages": sum(2 * waits[part] * count for part in held), "bubble": simulation.idle[busiest]},
+        {
+            "messages": sum(2 * waits[part] * count for part in stage_parts),
+            "bubble": simulation.idle[busiest],
+        },
         after(busiest),
     )
     return busiest, {cause: causes.get(cause, 0.0) for cause in CAUSES}
 
 
 def _parts(layers: Sequence[LayerSizes], split: Sequence[int]) -> list[list[LayerSizes]]:
-    """The layers of each part: the first one embeds too, the last one predicts."""
+    """Return the layers of each part. The first one has the embedding, the last one the output layer."""
     first, *blocks, last = layers
     parts, begin = list[list[LayerSizes]](), 0
     for size in split:
@@ -220,10 +248,10 @@ def _parts(layers: Sequence[LayerSizes], split: Sequence[int]) -> list[list[Laye
 
 
 def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, LayerSeconds]) -> LayerSeconds:
-    alike: dict[LayerSizes, int] = {}
+    layer_counts: dict[LayerSizes, int] = {}
     for layer in part:
-        alike[layer] = alike.get(layer, 0) + 1
-    seconds = [(of_layers[layer], count) for layer, count in alike.items()]
+        layer_counts[layer] = layer_counts.get(layer, 0) + 1
+    seconds = [(of_layers[layer], count) for layer, count in layer_counts.items()]
     return LayerSeconds(
         added(*(times(each.forward, count) for each, count in seconds)),
         added(*(times(each.input_gradient, count) for each, count in seconds)),
@@ -232,9 +260,7 @@ def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, Lay
 
 
 def split_by_seconds(layers: Sequence[LayerSizes], ground: StageNodes, schedule: Schedule) -> tuple[int, ...]:
-    """Blocks of every part of a schedule so that its longest stage is as short as can be, each on the nodes
-    that it lies on.
-    """
+    """Return the number of blocks of each part with which the longest stage is shortest."""
     times = []
     for group in range(len(ground.groups)):
         of_layers = {layer: each.total for layer, each in ground.layers(layers, group).items()}
@@ -243,25 +269,25 @@ def split_by_seconds(layers: Sequence[LayerSizes], ground: StageNodes, schedule:
 
 
 def messages_of(schedule: Schedule, hidden: int, ground: StageNodes) -> list[float]:
-    """Seconds of hidden states from each part to the next, none where both are on one stage."""
-    found = dict[tuple[int, int], float]()
-    homes = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
-    for pair in dict.fromkeys(pairwise(homes)):
+    """Return the seconds of the message from each part to the next; 0 if both are on the same stage."""
+    seconds_of_pair = dict[tuple[int, int], float]()
+    stage_of_part = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
+    for pair in dict.fromkeys(pairwise(stage_of_part)):
         one, other = pair
         crosses = ground.at.crosses(one, other)
         seconds = (boundary_seconds(hidden, ground.at, kind, crosses) for kind in ground.links(one, other))
-        found[pair] = max(seconds) if one != other else 0.0
-    return [found[pair] for pair in pairwise(homes)]
+        seconds_of_pair[pair] = max(seconds) if one != other else 0.0
+    return [seconds_of_pair[pair] for pair in pairwise(stage_of_part)]
 
 
 def waits_of(messages: Sequence[float]) -> list[float]:
-    """Seconds that each part waits for messages in one direction: for half of each, both sides at once."""
+    """Return the seconds for which each part waits for messages in one direction, half of each message."""
     before, after = [0.0, *messages], [*messages, 0.0]
     return [(one + other) / 2 for one, other in zip(before, after, strict=True)]
 
 
 def boundary_seconds(hidden: int, at: LayoutSizes, machine: MachineRates, crosses: bool) -> float:
-    """Seconds of hidden states from a stage to the next, on other nodes where it `crosses`."""
+    """Return the seconds of the hidden states from a stage to the next, on another node if `crosses`."""
     size = at.rows * hidden * at.itemsize
     if machine.split_messages and not at.sequence_parallel and at.tensor > 1 and crosses:
         gathered = collective_seconds(machine, "all_gather", size, at.tensor_ranks)

@@ -1,4 +1,4 @@
-"""The seconds of a step in words and a table for people."""
+"""Table and sentences about the time of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ WHAT_TOGETHER = {
 COMPARED = ("predicted", "measured", "deviation")
 """Columns of predicted and measured values; the deviation is above 0 if the prediction is higher."""
 
-_LEAST = 5e-4  # of a step: less is not worth a line
+_LEAST = 5e-4
+"""Smallest share of a step that has a line."""
 _LEAST_HOURS = 0.01
 
 
@@ -58,7 +59,7 @@ def time_lines(step: StepPlan, machine: MachineRates, hours: str = "rank-hours")
         *table(rows),
         f"The run of {format_count(step.steps)} steps takes {_run_time(step.run_seconds)}, "
         f"{_hours(step.rank_hours)} {hours}.",
-        *_untold(step),
+        *_ignored_lines(step),
     ]
 
 
@@ -74,26 +75,30 @@ def _hours(hours: float) -> str:
 
 
 def comparison_lines(step: StepPlan, machine: MachineRates, measured: MeasuredStep, stages: int) -> list[str]:
-    """Seconds of a step as planned, beside those measured on that stage; by cause where that is known."""
+    """Return a table of predicted and measured seconds of a step on a stage, by cause if they are known."""
     holder = f"a step of stage {step.stage}" if stages > 1 else "a step"
     pairs = list[tuple[str, float, float]]()
     if measured.seconds_by_cause is not None:
         pairs = side_by_side(step.seconds_by_cause, measured.seconds_by_cause)
     least = _LEAST * max(step.seconds, measured.seconds)
     words = WHAT | WHAT_TOGETHER
-    shown = [(words[name], there, here) for name, there, here in pairs if max(there, here) > least]
+    rows_shown = [
+        (words[name], predicted, actual)
+        for name, predicted, actual in pairs
+        if max(predicted, actual) > least
+    ]
     rows = [(holder, *COMPARED)]
-    for name, there, here in [*shown, ("total", step.seconds, measured.seconds)]:
-        ratio = f"{100 * (there - here) / here:+.1f}%" if here > least else ""
-        rows.append((name, format_seconds(there), format_seconds(here), ratio))
+    for name, predicted, actual in [*rows_shown, ("total", step.seconds, measured.seconds)]:
+        ratio = f"{100 * (predicted - actual) / actual:+.1f}%" if actual > least else ""
+        rows.append((name, format_seconds(predicted), format_seconds(actual), ratio))
     mean = f"Measured: mean of {counted(measured.steps, 'step')} and {counted(measured.ranks, 'rank')}"
     lines = [*table(rows), f"{mean}. Predicted: from the rates of {machine.name}."]
     if measured.seconds_by_cause is None:
         lines.append("Causes are not measured on GPUs, because the host only knows when it started kernels.")
     elif stages > 1 and "stages" in measured.seconds_by_cause:
         lines.append("With run.trace = true, the time of messages is measured too.")
-    return [*lines, *_untold(step)]
+    return [*lines, *_ignored_lines(step)]
 
 
-def _untold(step: StepPlan) -> list[str]:
-    return [f"The effect of {', '.join(step.untold)} is not included."] if step.untold else []
+def _ignored_lines(step: StepPlan) -> list[str]:
+    return [f"The effect of {', '.join(step.ignored_keys)} is not included."] if step.ignored_keys else []

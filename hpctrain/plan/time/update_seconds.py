@@ -1,6 +1,7 @@
-"""Seconds of an update, from what the rule of a deck's optimizer reads, writes and multiplies.
+"""Seconds of an update: memory that the optimizer reads and writes, and its matrix products.
 
-Where state lies elsewhere a piece is read and one is written while one is updated (`optim/offload.py`).
+If the state is offloaded, one piece is read and another one is written while a third one is updated
+(`optim/offload.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ _BLOCK, _OTHER = "blocks.0.weight", "other.weight"
 
 @dataclass(frozen=True)
 class UpdateNumbers:
-    """Numbers that belong to an element beside its master weight: of one that is updated in a block, as all
-    are whose layers have their matrices `in_blocks`, and of any other. `muon` multiplies these matrices.
+    """Sizes of the optimizer's state.
+
+    Attributes:
+        of_elements: Numbers of state per element, without the master weight.
+        of_blocks: Numbers of state per element of matrices that are updated as a whole.
+        in_blocks: True if the matrices of blocks, and those of other layers, are updated as a whole.
+        muon: Rule of Muon; None for other optimizers.
     """
 
     of_elements: int = 2
@@ -39,21 +45,27 @@ class UpdateNumbers:
 
     @staticmethod
     def of(deck: Deck) -> UpdateNumbers:
-        """That of the deck's optimizer."""
+        """Return the sizes of the deck's optimizer."""
         rule = RULES[deck.optimizer.name](deck)
         if not isinstance(rule, MatrixRules):
             return UpdateNumbers(len(rule.names), len(rule.names))
-        named = tuple(any(fnmatchcase(n, each) for each in rule.patterns) for n in (_BLOCK, _OTHER))
-        others, own = (state_per_element(rule, UpdateSettings(in_blocks=each)) for each in (False, True))
+        is_matrix = tuple(any(fnmatchcase(n, each) for each in rule.patterns) for n in (_BLOCK, _OTHER))
+        other_numbers, block_numbers = (
+            state_per_element(rule, UpdateSettings(in_blocks=each)) for each in (False, True)
+        )
         muon = rule.matrix_rule if isinstance(rule.matrix_rule, Muon) else None
-        return UpdateNumbers(others, own, (named[0], named[1]), muon)
+        return UpdateNumbers(other_numbers, block_numbers, (is_matrix[0], is_matrix[1]), muon)
 
     def numbers(self, layer: LayerSizes) -> int:
-        """Of an element of a layer's matrices."""
+        """Return the numbers of state per element of a layer's matrices."""
         return self.of_blocks if self.in_blocks[not layer.is_block] else self.of_elements
 
-    def moved(self, numbers: int, itemsize: int) -> int:
-        """Bytes of an element that are read, with its gradient, and written, with what is computed with."""
+    def traffic(self, numbers: int, itemsize: int) -> int:
+        """Return the bytes per element that an update reads and writes.
+
+        It reads the state, the master weight and the gradient. It writes the state, the master weight, and
+        the parameter if it has 16 bits.
+        """
         return 4 * (2 + numbers) + 4 * (1 + numbers) + (itemsize if itemsize < 4 else 0)
 
 
@@ -61,67 +73,77 @@ ADAMW = UpdateNumbers()
 
 
 def update_seconds(
-    held: Sequence[LayerSizes], cuts: tuple[int, int], at: LayoutSizes, machine: MachineRates
+    stage_layers: Sequence[LayerSizes], cuts: tuple[int, int], at: LayoutSizes, machine: MachineRates
 ) -> dict[str, float]:
-    """Seconds of the update of a rank's share of these layers, of which so many ranks have one each: of
-    experts, and of all else; and beside it of what is not on the device, on its way.
+    """Return the seconds of the update of a rank's share of layers, by cause.
+
+    Args:
+        stage_layers: Layers of the stage.
+        cuts: Number of ranks that share the update of experts, and of all other parameters.
+        at: Sizes of the layout.
+        machine: Rates of the machine.
     """
     update = at.update
-    elements = moved = state = 0.0
-    for layer in held:
-        own = sum(each / cut for each, cut in zip(layer.updated(at), cuts, strict=True))
+    elements = traffic = state = 0.0
+    for layer in stage_layers:
+        block_numbers = sum(each / cut for each, cut in zip(layer.updated(at), cuts, strict=True))
         numbers = update.numbers(layer)
-        elements += own
-        moved += own * update.moved(numbers, at.itemsize)
-        state += own * (4 * (1 + numbers) + (at.itemsize if at.parameters_home == "disk" else 0))
-    multiplying, handing = _muon(held, cuts, at, machine)
-    if at.optimizer_home == "device":
+        elements += block_numbers
+        traffic += block_numbers * update.traffic(numbers, at.itemsize)
+        state += block_numbers * (
+            4 * (1 + numbers) + (at.itemsize if at.parameters_location == "disk" else 0)
+        )
+    multiplying, sending = _muon(stage_layers, cuts, at, machine)
+    if at.optimizer_location == "device":
         rate = machine.memory_bandwidth
         measured = machine.optimizer_of(at.form)
         if measured is not None:
-            rate = measured * ADAMW.moved(ADAMW.of_elements, at.itemsize)
-        return {"optimizer": moved / rate + multiplying, "parameters": handing}
-    rate, travelled = machine.memory_bandwidth, 0.0
-    if at.optimizer_home == "host" or machine.host is not None:
+            rate = measured * ADAMW.traffic(ADAMW.of_elements, at.itemsize)
+        return {"optimizer": traffic / rate + multiplying, "parameters": sending}
+    rate, transfer = machine.memory_bandwidth, 0.0
+    if at.optimizer_location == "host" or machine.host is not None:
         host = machine.host_for("memory.optimizer")
-        rate, travelled = (
+        rate, transfer = (
             host.memory_bandwidth,
             elements * (at.gradient_itemsize + at.itemsize) / host.bandwidth,
         )
-    seconds = moved / rate
-    if at.optimizer_home == "disk":
-        travelled += max(0.0, state / machine.disk_for("memory.optimizer") - seconds)
-    return {"optimizer": seconds, "offload": travelled}
+    seconds = traffic / rate
+    if at.optimizer_location == "disk":
+        transfer += max(0.0, state / machine.disk_for("memory.optimizer") - seconds)
+    return {"optimizer": seconds, "offload": transfer}
 
 
 def _muon(
-    held: Sequence[LayerSizes], cuts: tuple[int, int], at: LayoutSizes, machine: MachineRates
+    stage_layers: Sequence[LayerSizes], cuts: tuple[int, int], at: LayoutSizes, machine: MachineRates
 ) -> tuple[float, float]:
-    """Seconds of the products of Newton and Schulz, where each rank that sums gradients has its share of the
-    matrices; and of their pieces, which tensor ranks join and cut, and what is handed on where all ranks have
-    all parameters.
+    """Return the seconds of Muon's products and of its messages.
+
+    Each rank that reduces gradients has a share of the matrices. Tensor ranks join and split their pieces.
+    Without ZeRO, the results are gathered.
     """
     muon = at.update.muon
     if muon is None:
         return 0.0, 0.0
     form = "bf16" if muon.format.itemsize == 2 else "fp32"
     rates = machine.products.get(form) or machine.products_of(at.form)
-    products = sent = 0.0
-    for layer in held:
+    products = sending = 0.0
+    for layer in stage_layers:
         if not at.update.in_blocks[not layer.is_block]:
             continue
         for of_experts, shape in layer.shapes:
             block = muon.update_block(Shard.replicated("", shape))
             assert block is not None
             rows, columns = sorted(shape[-2:])
-            of_one = rates.seconds(rows, rows, columns) / (2.0 * rows * rows * columns) * block.work
+            seconds_per_matrix = (
+                rates.seconds(rows, rows, columns) / (2.0 * rows * rows * columns) * block.work
+            )
             group = at.expert_data_ranks if of_experts else at.data_ranks
             pieces = at.expert * at.expert_tensor if of_experts else at.tensor
             share = cuts[not of_experts] if at.zero else group.size
-            products += prod(shape[:-2]) * of_one / (share * pieces)
+            products += prod(shape[:-2]) * seconds_per_matrix / (share * pieces)
             size = prod(shape) / pieces * muon.format.itemsize
             split: Sharing = at.expert_tensor_ranks if of_experts else at.tensor_ranks
-            sent += 2 * collective_seconds(machine, "all_to_all", size / share, split)
+            sending += 2 * collective_seconds(machine, "all_to_all", size / share, split)
             if not at.zero:
-                sent += collective_seconds(machine, "all_gather", size, group)
-    return products, sent
+                sending += collective_seconds(machine, "all_gather", size, group)
+    return products, sending

@@ -15,7 +15,7 @@ from hpctrain.cli.plan import command
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.deck_plan import PlanOptions, plan_deck
-from hpctrain.plan.time.advice import PARTS, Advice, Gain, advise, changes, estimate, faster
+from hpctrain.plan.time.advice import PARTS, Advice, Gain, Planners, advise, changes, estimate, faster
 from hpctrain.plan.time.advice_text import LIMITS, advice_lines
 from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from hpctrain.plan.time.step_plan import StepPlan, plan_step
@@ -39,9 +39,8 @@ def advised(*keys: str, least: int = 0, limit: float = 1e18) -> Advice:
         return size, size <= limit
 
     deck = small_deck(*keys)
-    return advise(
-        deck, RANKS, timed(deck, MACHINE), MACHINE, lambda change: small_deck(*keys, change), timed, held, 7
-    )
+    planners = Planners(lambda change: small_deck(*keys, change), timed, held)
+    return advise(deck, RANKS, timed(deck, MACHINE), MACHINE, planners, 7)
 
 
 def fastest(*keys: str) -> list[tuple[float, str]]:
@@ -87,7 +86,7 @@ def test_no_change_helps_where_all_takes_the_same() -> None:
     slow = MACHINE.model_copy(update={"fixed": 1e9})
     deck = small_deck(*WIDE)
     step = timed(deck, slow)
-    advice = advise(deck, RANKS, step, slow, small_deck, timed, lambda deck: (0, True), 0)
+    advice = advise(deck, RANKS, step, slow, Planners(small_deck, timed, lambda deck: (0, True)), 0)
     assert advice.gain is None
     assert advice.limits["fixed"] == pytest.approx(0.5)
     assert "No single change" in advice_lines(step, advice)[-1]

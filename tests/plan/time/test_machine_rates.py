@@ -52,7 +52,11 @@ def test_h100_has_all_formats_and_homes() -> None:
     assert (
         machine.products_of("fp8").peak > machine.products_of("bf16").peak == machine.products_of("fp16").peak
     )
-    assert machine.away("host", "memory.optimizer") > machine.away("disk", "memory.optimizer") > 0
+    assert (
+        machine.offload_bandwidth("host", "memory.optimizer")
+        > machine.offload_bandwidth("disk", "memory.optimizer")
+        > 0
+    )
 
 
 def test_large_products_reach_the_peak_s_share_and_small_ones_lose() -> None:

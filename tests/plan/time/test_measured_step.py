@@ -16,8 +16,8 @@ from hpctrain.plan.time.measured_step import (
     StepRecord,
     mean,
     middle,
+    separate_stage_waits,
     side_by_side,
-    told_apart,
 )
 from hpctrain.plan.time.step_plan import CAUSES, StepPlan
 from hpctrain.plan.time.time_text import WHAT, WHAT_TOGETHER, comparison_lines
@@ -88,7 +88,7 @@ def test_what_is_gathered_within_passes_is_parameters_of_zero_3_alone() -> None:
 def test_every_cause_of_a_plan_is_in_one_row() -> None:
     measured = RECORD.by_cause(2, 1)
     predicted = {cause: float(2**number) for number, cause in enumerate(CAUSES)}
-    for apart in (measured, told_apart(measured, 3, 1)):
+    for apart in (measured, separate_stage_waits(measured, 3, 1)):
         for plan in (predicted, predicted | {"messages": 0.0}):
             rows = side_by_side(plan, apart)
             assert sum(there for _, there, _ in rows) == sum(plan.values())
@@ -98,11 +98,11 @@ def test_every_cause_of_a_plan_is_in_one_row() -> None:
 
 
 def test_a_trace_tells_messages_from_waiting() -> None:
-    apart = told_apart(RECORD.by_cause(2, 1), bubble=3, messages=1)
+    apart = separate_stage_waits(RECORD.by_cause(2, 1), bubble=3, messages=1)
     assert (apart["bubble"], apart["messages"]) == pytest.approx((2.5 * 3 / 4, 2.5 / 4))
     assert "stages" not in apart
     assert sum(apart.values()) == pytest.approx(38)
-    never = told_apart(RECORD.by_cause(2, 1), 0, 0)
+    never = separate_stage_waits(RECORD.by_cause(2, 1), 0, 0)
     assert (never["bubble"], never["messages"]) == (2.5, 0)
 
 
@@ -130,7 +130,7 @@ def test_the_table_has_both_of_each_cause() -> None:
     assert total.split() == ["total", "26", "s", "38", "s", "-31.6%"]
     assert source == "Measured: mean of 4 steps and 2 ranks. Predicted: from the rates of ours."
     assert "run.trace = true" in hint
-    traced = MeasuredStep(38.0, told_apart(RECORD.by_cause(2, 1), 3, 1), 4, 2)
+    traced = MeasuredStep(38.0, separate_stage_waits(RECORD.by_cause(2, 1), 3, 1), 4, 2)
     slow = step_plan(1, products=20.0, bubble=5.0, messages=1.0)
     (messages,) = [row for row in comparison_lines(slow, blocking(), traced, 2) if WHAT["messages"] in row]
     assert messages.split()[-5:] == ["1", "s", "625", "ms", "+60.0%"]

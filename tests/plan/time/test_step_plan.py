@@ -135,7 +135,7 @@ def test_a_ring_sends_what_its_closed_form_says() -> None:
     """An all-reduce of Phi elements: 2 Phi (N-1)/N of each rank, twice as fast where links are."""
     for ranks in (2, 4):
         elements = sum(
-            layer.split_elements + layer.whole_elements for layer in layer_sizes(shape_of(small_deck()))
+            layer.split_elements + layer.replicated_elements for layer in layer_sizes(shape_of(small_deck()))
         )
         seconds = planned(parse_machine(CLEAN, ""), ranks)["gradients"]
         assert seconds == pytest.approx(2 * 4 * elements * (ranks - 1) / ranks / 1e10)
@@ -253,7 +253,7 @@ def test_layers_tell_all_parameters_and_products(keys: tuple[str, ...]) -> None:
     assert deck.model.vocabulary
     shape = ModelShape.of(deck, deck.model.vocabulary)
     layers, counted = layer_sizes(shape), count(shape)
-    told = sum(each.split_elements + each.expert_elements + each.whole_elements for each in layers)
+    told = sum(each.split_elements + each.expert_elements + each.replicated_elements for each in layers)
     assert told == counted.parameters
     flops = sum(2 * matrix.elements for each in layers for matrix in each.matrices)
     flops += sum(each.core.flops for each in layers if each.core is not None)
@@ -313,9 +313,9 @@ def test_what_is_not_in_the_seconds_is_said() -> None:
     deck = small_deck("communication.compress=int8", "memory.activation_format=bf16")
     assert deck.model.vocabulary
     step = plan_step(deck, 2, deck.model.vocabulary, machine)
-    assert step.untold == ("communication.compress = int8", "memory.activation_format = bf16")
+    assert step.ignored_keys == ("communication.compress = int8", "memory.activation_format = bf16")
     assert "communication.compress = int8, memory.activation_format = bf16" in time_lines(step, machine)[-1]
-    assert plan_step(small_deck(), 2, deck.model.vocabulary, machine).untold == ()
+    assert plan_step(small_deck(), 2, deck.model.vocabulary, machine).ignored_keys == ()
     served = small_deck("communication.server.mode=sync")
     with pytest.raises(HpctrainError, match=r"communication\.server.*leave --machine out"):
         plan_step(served, 2, deck.model.vocabulary, machine)
