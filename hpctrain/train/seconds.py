@@ -117,7 +117,9 @@ class StepSeconds(Hook):
         if len(self.records) == 1 and self.records[0].step == self._first:
             self.records.clear()
         self.records.append(
-            StepRecord(record.step, done.seconds, record.phases, record.inside, record.calls, record.again)
+            StepRecord(
+                record.step, done.seconds, record.phases, record.inside, record.calls, record.recompute
+            )
         )
 
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002

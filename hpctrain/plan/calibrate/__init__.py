@@ -1,1 +1,1 @@
-"""The rates of the machine that these ranks are on, measured by all of them at once."""
+"""Measurement of the rates of a machine, by all ranks at the same time."""

@@ -1,6 +1,7 @@
-"""What a whole block takes beside its parts by themselves: a time for each, or a share where they are large.
+"""Times of complete blocks, compared with their separately measured parts.
 
-What one part leaves in caches is not what the next one needs, memory comes and goes, and Python runs.
+A block takes longer: the caches do not have what the next part needs, memory is allocated and freed, and
+Python runs.
 """
 
 from __future__ import annotations
@@ -25,50 +26,53 @@ from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import AttentionRates, Efficiency, MachineRates, Pair, ProductRates
 
 _BYTES = 16
-"""Of an element of a layer's parameters that is measured, about."""
+"""Approximate bytes per parameter of a layer that is measured."""
 
 
 @dataclass(frozen=True)
 class TimedBlocks:
-    """Decks whose blocks are timed, as data ranks have them."""
+    """Decks whose blocks are timed on data ranks."""
 
     decks: tuple[Deck, ...]
 
     @staticmethod
     def of(decks: Iterable[Deck], ranks: int, memory: float) -> TimedBlocks:
-        """Of these those whose blocks fit into so much memory, and have no experts."""
+        """Return those decks whose blocks fit into `memory` bytes and have no experts."""
         plain = (on_data_ranks(deck, ranks) for deck in decks if not deck.model.experts)
         return TimedBlocks(
             tuple(d for d in plain if _BYTES * sum(map(_elements_of, _blocks(d))) < memory / 2)
         )
 
     def seconds(self, clock: Clock) -> list[float]:
-        """Of all passes of a block of each deck, all kinds together. Collective."""
-        world, found = clock.world, []
+        """Return the seconds of all passes of one block of each kind, for each deck. Collective."""
+        world, results = clock.world, []
         for each in self.decks:
             mesh = Mesh(world, axis_sizes(each, world.size))
             deck = choose_kernels(each, world, mesh)
             layer_context = make_layer_context(deck, mesh, SavedPolicy(), world.device)
             times = measure_layers(deck, _shape(deck), layer_context, mesh, ends=False).of_kind
-            found.append(sum(of_kind.total for of_kind in times.values()))
-        return found
+            results.append(sum(of_kind.total for of_kind in times.values()))
+        return results
 
     def planned(self, machine: MachineRates) -> list[float]:
-        """The same on a machine."""
+        """Return the predicted seconds of these blocks on a machine."""
         return [_planned(deck, machine) for deck in self.decks]
 
 
 def launch_of(tiny: TimedBlocks, measured: Sequence[float], machine: MachineRates) -> float:
-    """Seconds of any operation at the least: what blocks whose operands are next to nothing take beside what
-    is planned of them, by their operations.
+    """Return the minimum seconds of an operation: what tiny blocks take longer than predicted, per
+    operation.
     """
-    nothing, counted = (tiny.planned(machine.model_copy(update={"launch": each})) for each in (0.0, 1.0))
-    return max(0.0, sum(measured) - sum(nothing)) / max(1.0, sum(counted) - sum(nothing))
+    without_launch, with_launch = (
+        tiny.planned(machine.model_copy(update={"launch": each})) for each in (0.0, 1.0)
+    )
+    return max(0.0, sum(measured) - sum(without_launch)) / max(1.0, sum(with_launch) - sum(without_launch))
 
 
 def factor_of(blocks: TimedBlocks, measured: Sequence[Sequence[float]], machine: MachineRates) -> float:
-    """How many times as long blocks take, when they were measured and took least, as is planned of them, in
-    the mean: what disturbs a machine for some seconds meets parts or blocks.
+    """Return the mean ratio of measured to predicted seconds of blocks.
+
+    Of several measurements, the shortest counts, since others may have been disturbed.
     """
     least = [min(times) for times in zip(*measured, strict=True)]
     ratios = [one / other for one, other in zip(least, blocks.planned(machine), strict=True)]
@@ -90,7 +94,7 @@ def _shape(deck: Deck) -> ModelShape:
 
 
 def _blocks(deck: Deck) -> list[LayerSizes]:
-    """One of each kind."""
+    """Return one block of each kind."""
     layers = {layer.kind: layer for layer in layer_sizes(_shape(deck)) if layer.is_block}
     return list(layers.values())
 
@@ -104,7 +108,7 @@ def _total(causes: Causes) -> float:
 
 
 def as_in_blocks(machine: MachineRates, form: str, factor: float) -> MachineRates:
-    """The machine whose products, attention and elements of a format take so many times as long."""
+    """Return a machine on which products, attention and elementwise operations of a format are slower."""
     products = machine.products[form]
     slower = ProductRates(
         peak=products.peak,

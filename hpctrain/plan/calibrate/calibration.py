@@ -1,4 +1,4 @@
-"""`hpctrain calibrate`: the rates of this machine, measured by all ranks at once, in a file."""
+"""`hpctrain calibrate`: measurement of the rates of this machine by all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.plan.calibrate.block_rates import TimedBlocks, as_in_blocks, facto
 from hpctrain.plan.calibrate.calibration_decks import SMALL, TINY, measured_decks, of_sizes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.link_rates import measure_links
-from hpctrain.plan.calibrate.machine_file import machine_text, rounded, write_whole
+from hpctrain.plan.calibrate.machine_file import machine_text, rounded, write_atomically
 from hpctrain.plan.calibrate.matmul_rates import measure_products
 from hpctrain.plan.calibrate.memory_rates import measure_bandwidth, measure_prepared_product, memory_of_rank
 from hpctrain.plan.calibrate.operation_rates import measure_attention, measure_elementwise
@@ -41,8 +41,13 @@ FORMATS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """Decks whose shapes are measured, none for a small and a larger GPT; formats; bytes of the largest
-    message; and seconds for which a measurement is repeated.
+    """Options of a calibration.
+
+    Attributes:
+        decks: Decks whose shapes are measured; () for a small and a larger GPT.
+        formats: Formats, separated by commas.
+        most: Size of the largest message.
+        seconds: Seconds for which a measurement is repeated.
     """
 
     decks: tuple[Path, ...] = ()
@@ -51,7 +56,11 @@ class CalibrateOptions:
     seconds: float = 0.1
 
     def format_names(self) -> list[str]:
-        """HpctrainError where one is none."""
+        """Return the formats.
+
+        Raises:
+            HpctrainError: A format is not supported.
+        """
         names = [name.strip() for name in self.formats.split(",")]
         wrong = [name for name in names if name not in FORMATS]
         if wrong:
@@ -59,7 +68,11 @@ class CalibrateOptions:
         return list(dict.fromkeys(names))
 
     def most_bytes(self) -> int:
-        """HpctrainError where it is less than what is measured at the least."""
+        """Return the bytes of the largest message.
+
+        Raises:
+            HpctrainError: They are too few.
+        """
         most = parse_bytes(self.most)
         if most < 1024:
             raise HpctrainError(f"--max-bytes {self.most}: must be at least 1 KiB")
@@ -69,7 +82,7 @@ class CalibrateOptions:
 Report = Callable[[str], None]
 
 WIDE_SPREAD = 1.5
-"""Ratio of slow to quick measurements above which the figures are doubtful."""
+"""Ratio of slow to fast measurements above which rates are doubtful."""
 
 
 def spread_warnings(spread: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -87,21 +100,31 @@ def spread_warnings(spread: Mapping[str, tuple[float, float]]) -> list[str]:
     ]
 
 
-def calibrate(world: World, path: Path, wish: CalibrateOptions, report: Report = print) -> None:
-    """Measure, tell on rank 0 what was found, and write it. Collective.
+def calibrate(world: World, path: Path, options: CalibrateOptions, report: Report = print) -> None:
+    """Measure the rates of this machine, report them on rank 0, and write them to a file. Collective.
 
-    HpctrainError or InputOutputError, before anything is measured, where a deck, a size or the file is wrong.
+    Args:
+        world: All ranks.
+        path: File to write.
+        options: Options of the calibration.
+        report: Function that shows a line.
+
+    Raises:
+        HpctrainError: A deck, a format or a size is wrong. Nothing has been measured.
+        InputOutputError: The file cannot be written.
     """
     world.ledger.activity = "measuring this machine"
     with world.agreement():
         if world.rank == 0:
             require_writable(path)
-        decks, formats, most = measured_decks(wish.decks), wish.format_names(), wish.most_bytes()
+        decks, formats, most = measured_decks(options.decks), options.format_names(), options.most_bytes()
     torch.set_num_threads(decks[0].run.threads)
-    machine = measure_machine(world, path.stem, decks, formats, most, wish.seconds, _on_rank_0(world, report))
+    machine = measure_machine(
+        world, path.stem, decks, formats, most, options.seconds, _on_rank_0(world, report)
+    )
     with world.agreement():
         if world.rank == 0:
-            write_whole(path, machine_text(machine))
+            write_atomically(path, machine_text(machine))
     if world.rank == 0:
         for warning in spread_warnings(machine.spread):
             report(f"warning: {warning}")
@@ -121,8 +144,18 @@ def measure_machine(
     seconds: float,
     report: Report = lambda _: None,
 ) -> MachineRates:
-    """The machine's figures, the same on all ranks. Collective."""
-    clock, began = Clock(world, seconds), perf_counter()
+    """Return the rates of the machine, which are the same on all ranks. Collective.
+
+    Args:
+        world: All ranks.
+        name: Name of the machine.
+        decks: Decks whose shapes are measured.
+        formats: Formats of computation.
+        most: Bytes of the largest message.
+        seconds: Seconds for which a measurement is repeated.
+        report: Function that shows a line.
+    """
+    clock, start = Clock(world, seconds), perf_counter()
     processor = gpu_name(world.device) or processor_name()
     report(
         f"Measuring {processor} with {counted(world.size, 'rank')}. This takes about a minute, and "
@@ -139,7 +172,7 @@ def measure_machine(
         if link is not None:
             report(f"links {where}: {format_bytes(link.bandwidth)}/s, latency {1e6 * link.latency:.1f} us")
     products: dict[str, ProductRates] = {}
-    of_formats: dict[str, FormatRates] = {}
+    format_rates: dict[str, FormatRates] = {}
     blocks: dict[str, TimedBlocks] = {}
     measured: dict[str, list[float]] = {}
     memory = memory_of_rank(world)
@@ -148,17 +181,17 @@ def measure_machine(
         small = of_sizes(SMALL, 4, 256)
     tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
     for form in formats:
-        in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
-        blocks[form] = TimedBlocks.of(in_form, world.size, memory)
+        format_decks = [deck.with_keys(precision={"compute": form}) for deck in decks]
+        blocks[form] = TimedBlocks.of(format_decks, world.size, memory)
         measured[form] = blocks[form].seconds(clock)
-        products[form] = fit_products(measure_products(in_form, clock))
-        of_formats[form] = FormatRates(
-            attention=measure_attention(in_form, clock),
-            elementwise=measure_elementwise(in_form, clock),
+        products[form] = fit_products(measure_products(format_decks, clock))
+        format_rates[form] = FormatRates(
+            attention=measure_attention(format_decks, clock),
+            elementwise=measure_elementwise(format_decks, clock),
             optimizer=measure_optimizer(small.with_keys(precision={"compute": form}), clock),
         )
-        report(_format_line(form, products[form], of_formats[form]))
-    first = of_formats[formats[0]]
+        report(_format_line(form, products[form], format_rates[form]))
+    first = format_rates[formats[0]]
     assert first.attention is not None
     machine = MachineRates(
         name=name,
@@ -174,7 +207,7 @@ def measure_machine(
         products=products,
         attention=first.attention,
         elementwise=first.elementwise,
-        formats={form: of_formats[form] for form in formats[1:]},
+        formats={form: format_rates[form] for form in formats[1:]},
         logits=float(chunk_logits(not on_host(world.device))),
         shared_memory=on_host(world.device) and not world.share_memory(),
         gpu=not on_host(world.device),
@@ -189,10 +222,10 @@ def measure_machine(
     machine = _as_in_blocks(machine, blocks, measured, clock, report)
     fixed = measure_fixed(tiny, machine, clock)
     report(f"fixed time per step: {format_seconds(fixed)}")
-    report(f"Measured in {perf_counter() - began:.0f} s.")
+    report(f"Measured in {perf_counter() - start:.0f} s.")
     update = {"fixed": fixed, "spread": clock.spread()}
-    found: MachineRates = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
-    return found
+    result: MachineRates = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
+    return result
 
 
 def _as_in_blocks(
@@ -202,10 +235,10 @@ def _as_in_blocks(
     clock: Clock,
     report: Report,
 ) -> MachineRates:
-    """The machine with rates of parts as these are in blocks, which are timed once more. Collective."""
+    """Return rates that are scaled to the times of complete blocks, which are measured again. Collective."""
     tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": next(iter(blocks))})
-    nothing = TimedBlocks.of([tiny], clock.world.size, machine.memory)
-    launch = launch_of(nothing, nothing.seconds(clock), machine)
+    tiny_blocks = TimedBlocks.of([tiny], clock.world.size, machine.memory)
+    launch = launch_of(tiny_blocks, tiny_blocks.seconds(clock), machine)
     machine = machine.model_copy(update={"launch": launch})
     report(f"minimum time per operation: {1e6 * launch:.3g} us")
     for form, some in blocks.items():
@@ -215,12 +248,12 @@ def _as_in_blocks(
     return machine
 
 
-def _format_line(form: str, products: ProductRates, of_form: FormatRates) -> str:
+def _format_line(form: str, products: ProductRates, rates: FormatRates) -> str:
     large = products.peak * products.efficiency / (1 + products.saturation * 3 / 1024)
-    assert of_form.attention is not None
-    forward, backward = of_form.attention.forward or 0.0, of_form.attention.backward or 0.0
+    assert rates.attention is not None
+    forward, backward = rates.attention.forward or 0.0, rates.attention.backward or 0.0
     return (
         f"{form}: matrix products 1024 x 1024 x 1024 {large / 1e9:.4g} GFLOP/s, attention "
         f"{forward / 1e9:.3g} GFLOP/s forward and {backward / 1e9:.3g} backward, optimizer "
-        f"{(of_form.optimizer or 0.0) / 1e6:.3g}M elements/s"
+        f"{(rates.optimizer or 0.0) / 1e6:.3g}M elements/s"
     )

@@ -1,4 +1,4 @@
-"""Whose shapes are measured: of decks that are given, or of a small and a larger GPT."""
+"""Decks whose shapes are measured: given ones, or a small and a larger GPT."""
 
 from __future__ import annotations
 
@@ -33,19 +33,28 @@ LARGER = {"title": "124M", "layers": 12, "hidden": 768, "heads": 12, "vocabulary
 TINY = {"title": "tiny", "layers": 1, "hidden": 32, "heads": 2, "vocabulary": 64}
 
 _VOCABULARY = 32_000
-"""Of a deck that leaves it to its token file."""
+"""Vocabulary of a deck that takes it from its token file."""
 
 _LEAST_TOKENS = 64
 
 
 def of_sizes(sizes: Mapping[str, object], micro_size: int, sequence: int, *overrides: str) -> Deck:
-    """A GPT's, of micro-batches of so many sequences, with these keys changed."""
+    """Return the deck of a GPT.
+
+    Args:
+        sizes: Title and sizes of the model.
+        micro_size: Sequences of a micro-batch.
+        sequence: Tokens of a sequence.
+        overrides: Arguments of `--set`.
+    """
     return parse_deck(_DECK.format(**sizes, micro_size=micro_size, sequence=sequence), overrides)
 
 
 def measured_decks(paths: Sequence[Path]) -> list[Deck]:
-    """Those of these files, or where there are none a GPT of 17M parameters and one of 124M. HpctrainError as
-    a run would, and for what is not measured here.
+    """Return the decks in files, or without files, a GPT of 17M and one of 124M parameters.
+
+    Raises:
+        HpctrainError: A run of a deck would fail with this error, or its format is not measured.
     """
     if not paths:
         return [of_sizes(SMALL, 4, 256), of_sizes(LARGER, 1, 512)]
@@ -57,12 +66,13 @@ def measured_decks(paths: Sequence[Path]) -> list[Deck]:
 
 
 def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
-    """The deck on data ranks, with fewer and fewer tokens in a micro-batch, and with its layers split: each
-    with its tokens and its tensor ranks.
+    """Yield the deck on data ranks, with fewer tokens in a micro-batch, and with its layers split.
+
+    Each comes with its number of tokens and of tensor ranks.
     """
     tokens, micro_size = deck.batch.micro_size * deck.batch.sequence, deck.batch.micro_size
-    plain = on_data_ranks(deck, ranks)
-    yield plain, tokens, 1
+    data_parallel = on_data_ranks(deck, ranks)
+    yield data_parallel, tokens, 1
     for part in (2, 4):
         if micro_size % part == 0:
             fewer = {"micro_size": micro_size // part}
@@ -70,16 +80,18 @@ def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
             fewer = {"sequence": deck.batch.sequence // part}
         else:
             continue
-        yield plain.with_keys(batch=fewer), tokens // part, 1
+        yield data_parallel.with_keys(batch=fewer), tokens // part, 1
     if ranks % 2 == 0 and deck.model.heads % 2 == 0:
-        yield plain.with_keys(layout={"tensor": 2}), tokens, 2
+        yield data_parallel.with_keys(layout={"tensor": 2}), tokens, 2
 
 
 def on_data_ranks(deck: Deck, ranks: int) -> Deck:
-    """The deck by data ranks alone, each with one micro-batch, and without what plans do not time."""
-    whole = ("tensor", "context", "pipeline", "chunks", "expert", "expert_tensor")
-    layout: dict[str, object] = {**dict.fromkeys(whole, 1), "data": None, "split": None, "schedule": "1f1b"}
-    usual: dict[str, dict[str, object]] = {
+    """Return the deck on data ranks with one micro-batch each, without features whose time is not
+    predicted.
+    """
+    axes = ("tensor", "context", "pipeline", "chunks", "expert", "expert_tensor")
+    layout: dict[str, object] = {**dict.fromkeys(axes, 1), "data": None, "split": None, "schedule": "1f1b"}
+    values: dict[str, dict[str, object]] = {
         "layout": layout | {"auto": False, "sequence_parallel": False, "zero": 0, "zero_group": None},
         "batch": {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0},
         "communication": {"server": None},
@@ -87,6 +99,6 @@ def on_data_ranks(deck: Deck, ranks: int) -> Deck:
     }
     for key, value in TIMED.items():
         section, _, name = key.partition(".")
-        usual.setdefault(section, {})[name] = value
-    usual["memory"]["recompute"] = "none"
-    return deck.with_keys(**usual)
+        values.setdefault(section, {})[name] = value
+    values["memory"]["recompute"] = "none"
+    return deck.with_keys(**values)

@@ -1,4 +1,4 @@
-"""Measuring on all ranks at once, since those of a node share its memory and power."""
+"""Time measurement on all ranks at once, since the ranks of a node share its memory and power."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ _LEAST, _MOST = 3, 50
 
 
 class Clock:
-    """Repeats what is measured for about so many `seconds`, and keeps what measurements were apart.
+    """Repeats a measurement for some seconds and records its spread. Measurements of the same kind count
+    together.
 
-    What is measured by a name of one kind, as "products", counts together there.
+    Args:
+        world: All ranks.
+        seconds: Seconds for which a measurement is repeated.
+
+    Attributes:
+        world: All ranks.
+        budget: Seconds for which a measurement is repeated.
     """
 
     def __init__(self, world: World, seconds: float) -> None:
@@ -26,63 +33,66 @@ class Clock:
         self._shares: dict[str, list[float]] = {}
 
     def now(self) -> float:
-        """Seconds, once the device has done what it was given."""
+        """Return the time in seconds after the device has finished its work."""
         synchronize(self.world.device)
         return perf_counter()
 
     def seconds(self, kind: str, run: Callable[[], object]) -> float:
-        """Of what is done by `run`, see `laps`."""
+        """Return the seconds of `run`, as `laps` measures them. Collective."""
 
         def lap() -> tuple[float]:
-            began = self.now()
+            start = self.now()
             run()
-            return (self.now() - began,)
+            return (self.now() - start,)
 
         return self.laps(kind, lap)[0]
 
     def laps(self, kind: str, run: Callable[[], Sequence[float]]) -> list[float]:
-        """Of each of the seconds that `run` gives the slowest rank's mean: means add up to those of a whole.
-        Collective: all ranks repeat it as often, at the same time.
+        """Return the means of the seconds that `run` returns, each of the slowest rank. Collective.
+
+        All ranks repeat it equally often, at the same time. Means add up to the mean of the sum.
         """
         return self._repeated(kind, run, self.world.everyone, together=False)
 
     def of_group(self, kind: str, group: Group, run: Callable[[], object]) -> float:
-        """Mean of the slowest rank's seconds of what a group does together. Collective over the group."""
+        """Return the mean seconds of what a group does together, of its slowest rank. Collective over the
+        group.
+        """
 
         def lap() -> tuple[float]:
             group.barrier()
-            began = self.now()
+            start = self.now()
             run()
-            return (self.now() - began,)
+            return (self.now() - start,)
 
         return self._repeated(kind, lap, group, together=True)[0]
 
     def spread(self) -> dict[str, tuple[float, float]]:
-        """By kind the shares of their median below which one tenth, and nine tenths, of measurements were."""
+        """Return the 10th and 90th percentile of the measurements of each kind, relative to their median."""
         return {kind: _tenths(shares) for kind, shares in self._shares.items()}
 
     def _repeated(
         self, kind: str, run: Callable[[], Sequence[float]], group: Group, together: bool
     ) -> list[float]:
         run()
-        longest = _most(group, [sum(run())])[0]
+        longest = _largest(group, [sum(run())])[0]
         count = max(_LEAST, min(_MOST, int(self.budget / max(longest, 1e-9))))
         samples = [list(run()) for _ in range(count)]
         columns = [list(column) for column in zip(*samples, strict=True)]
         if together:  # all wait for the slowest one
-            columns = [_most(group, column) for column in columns]
+            columns = [_largest(group, column) for column in columns]
         middles = [median(column) for column in columns]
         for column, middle in zip(columns, middles, strict=True):
             self._shares.setdefault(kind, []).extend(each / middle for each in column if middle > 0)
         means = [fmean(column) for column in columns]
-        return means if together else _most(group, means)
+        return means if together else _largest(group, means)
 
 
-def _most(group: Group, figures: Sequence[float]) -> list[float]:
+def _largest(group: Group, figures: Sequence[float]) -> list[float]:
     if group.size == 1:
         return list(figures)
-    found: list[float] = group.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
-    return found
+    result: list[float] = group.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
+    return result
 
 
 def _tenths(shares: Sequence[float]) -> tuple[float, float]:

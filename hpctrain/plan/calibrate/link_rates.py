@@ -1,4 +1,4 @@
-"""How fast ranks reach each other: sums, gathers, exchanges and messages by size, in and between nodes."""
+"""Rates of communication: collective operations and messages by size, inside and between nodes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from hpctrain.plan.time.machine_rates import Collective, LinkRates, Operation
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FIRST = 1 << 10
 _SUM, _LAYER_SUM = 32 << 20, 2 << 20
-"""Bytes of a bucket, and of what layers sum, about."""
+"""Approximate bytes of a bucket, and of a tensor-parallel reduction."""
 
 _LONG = 1.0
-"""Seconds after which no larger message is measured: over slow links these take in proportion."""
+"""Seconds after which no larger message is measured."""
 
 _TENSORS = 4
-"""As large as what is measured, on a rank at once, with what messages need in passing."""
+"""Number of tensors of the measured size that a rank has at the same time, with buffers of messages."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """What a Machine tells of them, and nothing of what is not there."""
+    """Rates of communication, as in `MachineRates`. Defaults mean that there is no such link."""
 
     inside: LinkRates | None = None
     between: LinkRates | None = None
@@ -45,7 +45,7 @@ class Links:
 
 
 def measure_links(clock: Clock, most: int) -> Links:
-    """With messages of up to `most` bytes. Collective."""
+    """Measure messages of up to `most` bytes. Collective."""
     world = clock.world
     if world.size == 1:
         return Links()
@@ -58,8 +58,8 @@ def measure_links(clock: Clock, most: int) -> Links:
     for together, group in groups_between_nodes(world):
         if group is not None:
             for each in OPERATIONS:
-                measured = measure_collective(group, each, sizes, together, clock)
-                crossing[each] = (*crossing.get(each, ()), measured)
+                collective = measure_collective(group, each, sizes, together, clock)
+                crossing[each] = (*crossing.get(each, ()), collective)
             if together == 1:
                 between = measure_link(group, across(group.size), sizes, clock)
         world.everyone.barrier()
@@ -68,12 +68,14 @@ def measure_links(clock: Clock, most: int) -> Links:
     layer_overlap = measure_overlap(everyone, min(_LAYER_SUM, most), False, clock)
     waits = measure_waits(everyone, min(_LAYER_SUM, most), clock)
     links = Links(inside, between, collectives, crossing, overlap, layer_overlap, waits)
-    found: Links = world.everyone.broadcast_object(links)
-    return found
+    result: Links = world.everyone.broadcast_object(links)
+    return result
 
 
 def sizes_up_to(world: World, most: int) -> list[int]:
-    """Bytes of whole tensors, each four times the one before, as far as memory allows. Collective."""
+    """Return the bytes of tensors to measure, each four times the last, as far as memory allows.
+    Collective.
+    """
     if on_host(world.device):
         available = (available_bytes() or most) // max(1, world.local_size)
     else:
@@ -87,15 +89,16 @@ def sizes_up_to(world: World, most: int) -> list[int]:
 
 
 def group_of_node(world: World) -> Group:
-    """This rank and all others of its node. Collective."""
+    """Return the group of all ranks of this rank's node. Collective."""
     nodes = world.nodes_of(range(world.size))
     ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[world.rank])
     return world.new_group(("world",), ranks, choose_transport(world, "auto"))
 
 
 def groups_between_nodes(world: World) -> Iterator[tuple[int, Group | None]]:
-    """Groups of 1, 2, 4... ranks of every node, with that number: None on ranks that are in none. Collective;
-    nothing where there is one node.
+    """Yield groups of 1, 2, 4, ... ranks of every node, with that number. Collective.
+
+    The group is None on ranks that are not in it. There is none with a single node.
     """
     nodes = world.nodes_of(range(world.size))
     places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
@@ -112,12 +115,14 @@ def groups_between_nodes(world: World) -> Iterator[tuple[int, Group | None]]:
 def measure_collective(
     group: Group, operation: Operation, sizes: list[int], together: int | None, clock: Clock
 ) -> Collective:
-    """Seconds of an operation by bytes of the whole tensor. Collective over the group."""
+    """Return the seconds of an operation by bytes of the global tensor. Collective over the group."""
     seconds = []
     for size in sizes:
         count = max(1, size // 4 // group.size)
-        whole, part = (group.empty((each,), torch.float32).zero_() for each in (count * group.size, count))
-        call = _call(group, operation, whole, part)
+        global_tensor, local_tensor = (
+            group.empty((each,), torch.float32).zero_() for each in (count * group.size, count)
+        )
+        call = _call(group, operation, global_tensor, local_tensor)
         seconds.append(clock.of_group(operation, group, call))
         if seconds[-1] > _LONG:
             break
@@ -126,14 +131,14 @@ def measure_collective(
 
 
 def _call(
-    group: Group, operation: Operation, whole: torch.Tensor, part: torch.Tensor
+    group: Group, operation: Operation, global_tensor: torch.Tensor, local_tensor: torch.Tensor
 ) -> Callable[[], object]:
-    other = torch.empty_like(whole) if operation == "all_to_all" else whole
+    other = torch.empty_like(global_tensor) if operation == "all_to_all" else global_tensor
     calls: dict[Operation, Callable[[], object]] = {
-        "all_reduce": lambda: group.all_reduce(whole),
-        "reduce_scatter": lambda: group.reduce_scatter(whole, part),
-        "all_gather": lambda: group.all_gather(part, whole),
-        "all_to_all": lambda: group.all_to_all(whole, other),
+        "all_reduce": lambda: group.all_reduce(global_tensor),
+        "reduce_scatter": lambda: group.reduce_scatter(global_tensor, local_tensor),
+        "all_gather": lambda: group.all_gather(local_tensor, global_tensor),
+        "all_to_all": lambda: group.all_to_all(global_tensor, other),
     }
     return calls[operation]
 
@@ -141,8 +146,13 @@ def _call(
 def measure_link(
     group: Group, peer_of: Callable[[int], int | None], sizes: list[int], clock: Clock
 ) -> LinkRates:
-    """Of messages there and back, halved, between each rank of the group and the one that `peer_of` tells.
-    Collective over the group.
+    """Return the rates of messages between each rank and its peer, half of a round trip. Collective.
+
+    Args:
+        group: The ranks.
+        peer_of: Function that returns the peer of a rank; None if it has none.
+        sizes: Bytes of messages.
+        clock: The clock.
     """
     peer = peer_of(group.rank)
     seconds = []
@@ -166,11 +176,11 @@ def measure_link(
 
 
 def in_pairs(size: int) -> Callable[[int], int | None]:
-    """Of so many ranks the neighbour of each; of an odd last one nobody."""
+    """Return the function for the neighbor of each of `size` ranks; the last of an odd number has none."""
     return lambda rank: other if (other := rank ^ 1) < size else None
 
 
 def across(size: int) -> Callable[[int], int | None]:
-    """Of so many ranks, one on each node, the one of a node half of all nodes away."""
+    """Return the function for the peer half of all nodes away, for `size` ranks with one on each node."""
     half = size // 2
     return lambda rank: rank + half if rank < half else rank - half if rank < 2 * half else None

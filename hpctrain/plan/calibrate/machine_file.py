@@ -1,4 +1,4 @@
-"""A machine's figures as a file that `read_machine` reads, with what they are in comments."""
+"""File with the rates of a machine, which `read_machine` reads, with comments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ _TABLES = {
 
 
 def machine_text(machine: MachineRates, notes: Mapping[str, str] | None = None) -> str:
-    """TOML of its `[machine]`; reads back as the same. `notes` are lines of comment at its head."""
+    """Return the rates as TOML.
+
+    Args:
+        machine: The rates.
+        notes: Names and texts of comments at the beginning.
+    """
     lines = [f"# {name}: {escaped(text)}" for name, text in (notes or {}).items()]
     lines += [*([""] if lines else []), "[machine]"]
     tables = []
@@ -58,7 +63,7 @@ def machine_text(machine: MachineRates, notes: Mapping[str, str] | None = None) 
 
 
 def _table(name: str, values: Mapping[str, object]) -> Iterator[str]:
-    """A table, and those inside it."""
+    """Yield the lines of a table and of its tables."""
     plain = {key: value for key, value in values.items() if not _is_table(value)}
     if plain or not values:
         yield f"[{name}]"
@@ -91,7 +96,7 @@ def _value(value: object) -> str:
 
 
 def rounded(machine: MachineRates, digits: int = 4) -> MachineRates:
-    """The same with figures of so many digits: more were not measured."""
+    """Return the rates rounded to a number of significant digits."""
 
     def each(value: object) -> object:
         if isinstance(value, float):
@@ -103,8 +108,12 @@ def rounded(machine: MachineRates, digits: int = 4) -> MachineRates:
     return MachineRates.model_validate(each(machine.model_dump(exclude_defaults=True)))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that its name has all of it, or what was there before. OSError where that fails."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is complete, or what it was before.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with draft.open("x", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Products over the shapes of models, in all their passes, by the kernels that runs choose here."""
+"""Rates of matrix products in the shapes of models, for all passes, by the kernels that runs choose."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ from hpctrain.plan.time.machine_rates import ProductPass
 
 
 class ProductShape(NamedTuple):
-    """Rows of tokens that are multiplied with a matrix [outputs, inputs], the head's or a block's, and
-    whether a bias is added.
+    """Product of rows of tokens with a matrix [outputs, inputs].
+
+    Attributes:
+        rows: Number of rows.
+        outputs: Number of outputs.
+        inputs: Number of inputs.
+        head: True for the output layer.
+        biased: True if a bias is added.
     """
 
     rows: int
@@ -39,7 +45,7 @@ class ProductShape(NamedTuple):
 
 
 class _OperandPools(NamedTuple):
-    """Where activations, matrices and sums of their gradients are taken from."""
+    """Pools of activations, of matrices, and of sums of their gradients."""
 
     rows: OperandPool
     matrices: OperandPool
@@ -47,31 +53,35 @@ class _OperandPools(NamedTuple):
 
 
 def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
-    """Those of decks of one format. Collective."""
-    wanted: dict[ProductShape, KernelTable] = {}
+    """Return the seconds of the matrix products of decks with one format. Collective."""
+    kernels_of_shapes: dict[ProductShape, KernelTable] = {}
     world, meshes = clock.world, dict[int, Mesh]()
     for deck in decks:
         for variant, tokens, tensor in variants(deck, world.size):
             if tensor not in meshes:
                 meshes[tensor] = Mesh(world, axis_sizes(variant, world.size))
-            chosen = choose_kernels(variant, world, meshes[tensor])
-            kernels = kernels_of(chosen, world.device, 1)
+            chosen_deck = choose_kernels(variant, world, meshes[tensor])
+            kernels = kernels_of(chosen_deck, world.device, 1)
             for shape in shapes_of(variant, tokens, tensor, on_host(world.device)):
-                wanted.setdefault(shape, kernels)
-    largest = max(max(s.rows * s.inputs, s.rows * s.outputs, s.outputs * s.inputs) for s in wanted)
+                kernels_of_shapes.setdefault(shape, kernels)
+    largest = max(max(s.rows * s.inputs, s.rows * s.outputs, s.outputs * s.inputs) for s in kernels_of_shapes)
     formats = Precision.of(decks[0])
     group = meshes[1].group("data")
-    matrix = max(s.outputs * s.inputs for s in wanted)
+    matrix = max(s.outputs * s.inputs for s in kernels_of_shapes)
     operands = _OperandPools(
         OperandPool(formats.product, world.device, largest),
         OperandPool(formats.product, world.device, matrix, group),
         OperandPool(formats.gradient, world.device, matrix, group),
     )
-    return [time for shape, kernels in wanted.items() for time in _passes(shape, kernels, operands, clock)]
+    return [
+        time
+        for shape, kernels in kernels_of_shapes.items()
+        for time in _passes(shape, kernels, operands, clock)
+    ]
 
 
 def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[ProductShape]:
-    """The different matrices of a deck, as so many tensor ranks have them."""
+    """Yield the different matrix products of a deck on a number of tensor ranks."""
     assert deck.model.vocabulary is not None
     of_model = layer_sizes(ModelShape.of(deck, deck.model.vocabulary))
     layers = (each for layer in of_model for each in (layer, *layer.modules))

@@ -1,4 +1,4 @@
-"""Memory of a rank: how much there is, how fast it is passed over, what a CPU's library keeps of products."""
+"""Rates of a rank's memory: its size, its bandwidth, and what a CPU's library keeps of matrix products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEATURES = 64
 
 
 def memory_of_rank(world: World) -> float:
-    """Bytes: of its GPU, or its share of what its node has and leaves to this job."""
+    """Return the bytes of a rank's GPU, or of its share of its node's memory."""
     if not on_host(world.device):
         return float(gpu_memory_bytes(world.device) or 0)
     most = min((limit.bytes for limit in memory_limits(os.environ)), default=0)
@@ -26,7 +26,7 @@ def memory_of_rank(world: World) -> float:
 
 
 def measure_bandwidth(clock: Clock, most: int) -> float:
-    """Bytes a second that are read and written, of copies of `most` bytes or fewer. Collective."""
+    """Return the bytes per second that copies of at most `most` bytes read and write. Collective."""
     device = clock.world.device
     source = torch.zeros(min(_BYTES, max(4096, most)) // 4, device=device)
     target = torch.zeros_like(source)

@@ -1,4 +1,4 @@
-"""Memory of which operands are taken in turns, so that they come from there as in a step, not from caches."""
+"""Pool of operands that are used in turn, so that they come from memory as in a step, not from caches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ _ELEMENTS = 24 << 20
 
 
 class OperandPool:
-    """Numbers of a format on a device: at least as many as the largest operand has `elements`. Those of a
-    `group` lie where buckets do.
+    """Memory from which operands are taken in turn.
+
+    Args:
+        dtype: Format of the operands.
+        device: Device of the operands.
+        elements: Elements of the largest operand.
+        group: Group in whose memory the operands are, like buckets; None for other memory.
     """
 
     def __init__(
@@ -30,10 +35,10 @@ class OperandPool:
         self._next = 0
 
     def take(self, *shape: int) -> Tensor:
-        """The next ones, of this shape; from the beginning again where no more are left."""
+        """Return the next operand of a shape. After the end, the pool begins again."""
         count = prod(shape)
         if self._next + count > len(self._flat):
             self._next = 0
-        taken = self._flat[self._next : self._next + count]
+        operand = self._flat[self._next : self._next + count]
         self._next += -(-count // 64) * 64
-        return taken.view(shape)
+        return operand.view(shape)

@@ -1,4 +1,4 @@
-"""What blocks do besides products: the core of attention, and what is done to elements one by one."""
+"""Rates of operations other than matrix products: the core of attention, and elementwise operations."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ from hpctrain.plan.calibrate.rate_fit import fit_attention
 from hpctrain.plan.time.machine_rates import AttentionRates
 
 _SHORT = 64
-"""Tokens of a sequence that is cut shorter."""
+"""Tokens of the shortest sequence that is also measured in quarters."""
 
 _ELEMENTS = 4 << 20
-"""Of operands that are taken in turns."""
+"""Elements of operands that are used in turn."""
 
 
 def measure_attention(decks: Sequence[Deck], clock: Clock) -> AttentionRates:
-    """Of the core in the decks' format, on their sequences and on shorter ones. Collective."""
+    """Return the rates of attention in the format of the decks. Collective.
+
+    Their sequences and shorter ones are measured.
+    """
     times = []
     device = clock.world.device
     for deck in decks:
@@ -62,7 +65,7 @@ def measure_attention(decks: Sequence[Deck], clock: Clock) -> AttentionRates:
 
 
 def _lengths(sequence: int) -> list[int]:
-    """Of sequences as long, and of a quarter."""
+    """Return the lengths of sequences to measure: the given one, and a quarter of it."""
     return [sequence, sequence // 4] if sequence % 4 == 0 and sequence >= _SHORT else [sequence]
 
 
@@ -78,22 +81,25 @@ def _attend(
 
 
 def measure_elementwise(decks: Sequence[Deck], clock: Clock) -> dict[ElementwiseKind, tuple[float, float]]:
-    """Seconds of an element that comes out, forward and backward, in the decks' format. Collective."""
-    found: dict[ElementwiseKind, list[Sequence[float]]] = {}
+    """Return the seconds per output element of each operation, forward and backward. Collective."""
+    seconds_by_kind: dict[ElementwiseKind, list[Sequence[float]]] = {}
     for deck in decks:
         rows = deck.batch.micro_size * deck.batch.sequence
-        kinds = _Kinds(choose_functions(deck, clock.world), rows, clock)
-        for kind, (elements, run) in kinds.all().items():
+        operations = _ElementwiseOperations(choose_functions(deck, clock.world), rows, clock)
+        for kind, (elements, run) in operations.all().items():
             seconds = clock.laps("elementwise", run)
-            found.setdefault(kind, []).append([each / elements for each in seconds])
+            seconds_by_kind.setdefault(kind, []).append([each / elements for each in seconds])
     return {
         kind: (fmean(each[0] for each in rows), fmean(each[1] for each in rows))
-        for kind, rows in found.items()
+        for kind, rows in seconds_by_kind.items()
     }
 
 
-class _Kinds:
-    """Of a deck, for so many rows of tokens."""
+class _ElementwiseOperations:
+    """Elementwise operations of a deck, on a number of rows of tokens.
+
+    Each method returns seconds, forward and backward.
+    """
 
     def __init__(self, deck: Deck, rows: int, clock: Clock) -> None:
         assert deck.model.vocabulary is not None
@@ -105,7 +111,7 @@ class _Kinds:
         self.operands = OperandPool(self.dtype, self.device, max(widest, _ELEMENTS))
 
     def all(self) -> Mapping[ElementwiseKind, tuple[int, Callable[[], tuple[float, float]]]]:
-        """Elements that come out, and what is timed."""
+        """Return the number of output elements and the measurement of each operation."""
         hidden, mlp = self.rows * self.shape.hidden, self.rows * self.shape.mlp
         return {
             "norm": (hidden, self.norm),
@@ -118,7 +124,7 @@ class _Kinds:
         }
 
     def norm(self) -> tuple[float, float]:
-        """LayerNorm or RMSNorm."""
+        """Measure LayerNorm or RMSNorm."""
         size = (self.shape.hidden,)
         weight, x = (self.operands.take(*each).detach().requires_grad_() for each in (size, self._hidden))
         if self.shape.norm == "layer":
@@ -129,26 +135,26 @@ class _Kinds:
         return _both(normed, self.operands.take(*self._hidden), self.clock)
 
     def add(self) -> tuple[float, float]:
-        """What residual connections do: a sum, and the sum of two gradients."""
+        """Measure the sum of a residual connection, and the sum of two gradients."""
         x, y, gradient = (self.operands.take(*self._hidden) for _ in range(3))
-        began = self.clock.now()
+        start = self.clock.now()
         total = x + y
-        between = self.clock.now()
+        middle = self.clock.now()
         gradient.add_(total, alpha=0.0)
-        return between - began, self.clock.now() - between
+        return middle - start, self.clock.now() - middle
 
     def activation(self) -> tuple[float, float]:
-        """The shape's activation, or else GELU."""
-        return self._activated(self._own_or("gelu-tanh"))
+        """Measure the activation of the model, or GELU if it is gated."""
+        return self._activated(self._activation_or("gelu-tanh"))
 
     def gate(self) -> tuple[float, float]:
-        """The shape's gated activation, or else SwiGLU."""
-        return self._activated(self._own_or("swiglu"))
+        """Measure the gated activation of the model, or SwiGLU if it is not gated."""
+        return self._activated(self._activation_or("swiglu"))
 
-    def _own_or(self, usual: str) -> Activation:
-        """Return the activation of the shape if it is of the kind of a usual one, or else that."""
-        own, other = ACTIVATIONS[self.shape.activation], ACTIVATIONS[usual]
-        return own if own.gated == other.gated else other
+    def _activation_or(self, default_name: str) -> Activation:
+        """Return the activation of the model if it is gated like a default one, or else the default one."""
+        activation, other = ACTIVATIONS[self.shape.activation], ACTIVATIONS[default_name]
+        return activation if activation.gated == other.gated else other
 
     def _activated(self, activation: Activation) -> tuple[float, float]:
         sizes = [self.shape.mlp] * activation.input_projections
@@ -157,7 +163,7 @@ class _Kinds:
         return _both(lambda: self.functions.activate(x, activation, sizes), gradient, self.clock)
 
     def rotation(self) -> tuple[float, float]:
-        """By the tables of a Rotary."""
+        """Measure rotary position embeddings."""
         size = self.shape.head_size
         sizes = self.rows, 1, self.shape.hidden // size, size
         x = self.operands.take(*sizes).detach().requires_grad_()
@@ -166,19 +172,22 @@ class _Kinds:
         return _both(lambda: rotate(x, *tables), self.operands.take(*sizes), self.clock)
 
     def lookup(self) -> tuple[float, float]:
-        """Rows of a table, whose gradients are added in fp32."""
+        """Measure the lookup of rows in a table, whose gradients are added in fp32."""
         hidden = self.shape.hidden
         table = self.operands.take(min(self.shape.vocabulary, _ELEMENTS // hidden), hidden)
         sums = torch.zeros(table.shape, dtype=torch.float32, device=self.device)
         indices = torch.randint(len(table), (self.rows,), device=self.device)
-        began = self.clock.now()
+        start = self.clock.now()
         rows = functional.embedding(indices, table)
-        between = self.clock.now()
+        middle = self.clock.now()
         sums.index_add_(0, indices, rows.float())
-        return between - began, self.clock.now() - between
+        return middle - start, self.clock.now() - middle
 
     def loss(self) -> Callable[[], tuple[float, float]]:
-        """Cross-entropy of a chunk of logits and its gradient: all of it in forward."""
+        """Return the measurement of the cross-entropy of a chunk of logits with its gradient.
+
+        All of it counts as forward.
+        """
         rows, vocabulary = self._chunk, self.shape.vocabulary
         head = self._head()
         targets = torch.randint(vocabulary, (rows,), device=self.device)
@@ -188,20 +197,20 @@ class _Kinds:
 
         def run() -> tuple[float, float]:
             stored = random.clone()
-            began = self.clock.now()
+            start = self.clock.now()
             with torch.no_grad():
                 objective.chunk_losses(head, SplitLogits(stored, vocabulary), slice(0, rows), True)
-            return self.clock.now() - began, 0.0
+            return self.clock.now() - start, 0.0
 
         return run
 
     def _head(self) -> VocabularyHead:
-        """One that is asked where its rows lie."""
-        alone = self.deck.with_keys(
+        """Return an output layer, which knows where its rows of the table are."""
+        one_rank_deck = self.deck.with_keys(
             layout={"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": False}
         )
         mesh = PlannedMesh(dict.fromkeys(AXES, 1), 0, 1)
-        layer_context = make_layer_context(alone, mesh, SavedPolicy(), self.device)
+        layer_context = make_layer_context(one_rank_deck, mesh, SavedPolicy(), self.device)
         (part,) = build_parts(self.shape, layer_context, [LayerRange(0, 0, False, True)])
         modules = (module for layer in part.layers for module in layer.modules())
         return next(module for module in modules if isinstance(module, VocabularyHead))
@@ -216,9 +225,9 @@ class _Kinds:
 
 
 def _both(forward: Callable[[], Tensor], gradient: Tensor, clock: Clock) -> tuple[float, float]:
-    """Seconds of what is computed, and of its gradients."""
-    began = clock.now()
+    """Return the seconds of a computation and of its gradients."""
+    start = clock.now()
     result = forward()
-    between = clock.now()
+    middle = clock.now()
     result.backward(gradient.view(result.shape))
-    return between - began, clock.now() - between
+    return middle - start, clock.now() - middle

@@ -1,4 +1,4 @@
-"""What of a communication hides behind products that are computed meanwhile, and what ranks wait to meet."""
+"""Overlap of communication with matrix products, and waiting of ranks for each other."""
 
 from __future__ import annotations
 
@@ -11,59 +11,76 @@ from hpctrain.comm.group import Group
 from hpctrain.plan.calibrate.clock import Clock
 
 _SIDE = 128
-"""Of products that take much less time than what is measured beside them."""
+"""Rows and columns of matrices whose product takes much less time than the measured communication."""
 
 _LEAST, _MOST = 3, 50
 _PATIENCE = 20
-"""Times as long as other measurements are repeated: what is told are small differences."""
+"""Factor by which measurements are repeated more often than others, since differences are small."""
 
 _MOST_PRODUCTS = 500
 _MEETINGS, _BETWEEN = 8, 8e-3
-"""Meetings of ranks, and seconds that they compute before each, as layers do about."""
+"""Number of reductions, and seconds of computation before each, about as in layers."""
 
 
-def measure_overlap(group: Group, size: int, asked: bool, clock: Clock) -> float:
-    """The share of an all-reduce of `size` bytes that products hide, which take about twice as long. Where it
-    is `asked` how far it is, between products, as sums of gradients are, it may go on there. Collective.
+def measure_overlap(group: Group, size: int, tests_between_products: bool, clock: Clock) -> float:
+    """Return the share of an all-reduce that products of twice its time hide. Collective.
+
+    Args:
+        group: The ranks.
+        size: Bytes of the all-reduce.
+        tests_between_products: True to test between products if it is complete, as gradient reductions do.
+        clock: The clock.
     """
     products = _Products(group)
-    whole = group.empty((max(1, size // 4),), torch.float32).zero_()
-    alone = clock.of_group("overlap", group, lambda: group.all_reduce(whole))
-    count = products.taking(2 * alone, clock)
+    tensor = group.empty((max(1, size // 4),), torch.float32).zero_()
+    reduction_seconds = clock.of_group("overlap", group, lambda: group.all_reduce(tensor))
+    count = products.count_for(2 * reduction_seconds, clock)
 
     def both() -> None:
-        work = group.start_all_reduce(whole)
+        work = group.start_all_reduce(tensor)
         for _ in range(count):
             products.one()
-            if asked:
+            if tests_between_products:
                 work.test()
         work.wait()
 
     laps = paired(group, clock, lambda: products.run(count), both)
-    return median(min(1.0, max(0.0, (apart + alone - together) / alone)) for apart, together in laps)
+    return median(
+        min(1.0, max(0.0, (products_seconds + reduction_seconds - joint_seconds) / reduction_seconds))
+        for products_seconds, joint_seconds in laps
+    )
 
 
 def measure_waits(group: Group, size: int, clock: Clock) -> float:
-    """The share of what ranks compute between two meetings that they wait for the slowest one at the second,
-    where they meet to sum `size` bytes. Collective.
+    """Return how long ranks wait for the slowest one before an all-reduce, as a share of their computation.
+
+    Collective.
+
+    Args:
+        group: The ranks.
+        size: Bytes of the all-reduce.
+        clock: The clock.
     """
     products = _Products(group)
-    whole = group.empty((max(1, size // 4),), torch.float32).zero_()
-    alone = clock.of_group("waits", group, lambda: group.all_reduce(whole))
-    count = products.taking(_BETWEEN if clock.budget else 0.0, clock)
+    tensor = group.empty((max(1, size // 4),), torch.float32).zero_()
+    reduction_seconds = clock.of_group("waits", group, lambda: group.all_reduce(tensor))
+    count = products.count_for(_BETWEEN if clock.budget else 0.0, clock)
 
-    def met() -> None:
+    def reduce_after_products() -> None:
         for _ in range(_MEETINGS):
             products.run(count)
-            group.all_reduce(whole)
+            group.all_reduce(tensor)
 
-    laps = paired(group, clock, lambda: products.run(_MEETINGS * count), met)
-    shares = [(together - apart - _MEETINGS * alone) / apart for apart, together in laps]
+    laps = paired(group, clock, lambda: products.run(_MEETINGS * count), reduce_after_products)
+    shares = [
+        (joint_seconds - products_seconds - _MEETINGS * reduction_seconds) / products_seconds
+        for products_seconds, joint_seconds in laps
+    ]
     return min(1.0, max(0.0, median(shares)))
 
 
 class _Products:
-    """Small ones, one after the other."""
+    """Small matrix products, one after the other."""
 
     def __init__(self, group: Group) -> None:
         self._operands = [torch.randn(_SIDE, _SIDE, device=group.device) for _ in range(2)]
@@ -76,18 +93,19 @@ class _Products:
         for _ in range(count):
             self.one()
 
-    def taking(self, seconds: float, clock: Clock) -> int:
-        """How many take so long, on all ranks alike; not more than a few tens of milliseconds."""
-        some = 16
-        one = clock.of_group("overlap", self._group, lambda: self.run(some)) / some
+    def count_for(self, seconds: float, clock: Clock) -> int:
+        """Return how many products take a number of seconds, the same on all ranks. It is limited."""
+        count = 16
+        one = clock.of_group("overlap", self._group, lambda: self.run(count)) / count
         return max(1, min(_MOST_PRODUCTS, int(seconds / one)))
 
 
 def paired(
     group: Group, clock: Clock, first: Callable[[], object], second: Callable[[], object]
 ) -> list[tuple[float, float]]:
-    """Seconds of the slowest rank of both, which take turns, so that what disturbs them meets both alike.
-    Collective.
+    """Return the seconds of two functions on the slowest rank, which take turns. Collective.
+
+    Disturbances of the machine affect both in the same way.
     """
     both = first, second
     longest = sum(clock.of_group("overlap", group, run) for run in both)
@@ -96,8 +114,8 @@ def paired(
     for lap in range(count):
         for which, run in enumerate(both):
             group.barrier()
-            began = clock.now()
+            start = clock.now()
             run()
-            seconds[lap, which] = clock.now() - began
+            seconds[lap, which] = clock.now() - start
     slowest = group.all_reduce(seconds, "max").tolist()
     return [(one, other) for one, other in slowest]

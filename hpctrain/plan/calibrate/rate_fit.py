@@ -1,4 +1,4 @@
-"""From seconds that were measured to the few numbers of a Machine, by least squares of relative errors."""
+"""Fit of rates to measured seconds, by least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from hpctrain.plan.time.machine_rates import AttentionRates, Efficiency, LinkRates, ProductPass, ProductRates
 
 _LEAST_SHAPES = 3
-"""Of a pass that gets two numbers of its own."""
+"""Number of shapes of a pass from which its own efficiency is fitted."""
 
 
 class ProductTime(NamedTuple):
-    """Seconds of a product [m, k] by [k, n]."""
+    """Measured seconds of a product [m, k] by [k, n]."""
 
     kind: ProductPass
     m: int
@@ -24,25 +24,31 @@ class ProductTime(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the product."""
+        """FLOPs of the product."""
         return 2.0 * self.m * self.n * self.k
 
 
 def fit_products(times: Sequence[ProductTime]) -> ProductRates:
-    """What `ProductRates.seconds` is to give: `2 (mnk + saturation (nk + mk + mn)) / (peak efficiency)`,
-    linear in 1/efficiency and saturation/efficiency. The peak is the most FLOP/s that any of them had. Passes
-    with enough shapes have numbers of their own beside those of all.
+    """Return the rates for which `ProductRates.seconds` is closest to the measured seconds.
+
+    The seconds are linear in 1/efficiency and saturation/efficiency. The peak is the largest measured FLOP/s.
+    Passes with enough shapes have their own efficiency.
     """
     peak = max(each.flops / each.seconds for each in times)
-    of_all = _efficiency(times, peak)
+    efficiency_of_all = _efficiency(times, peak)
     passes: dict[ProductPass, Efficiency] = {}
     for kind in dict.fromkeys(each.kind for each in times):
-        some = [each for each in times if each.kind == kind]
-        if len({(each.m, each.n, each.k) for each in some}) >= _LEAST_SHAPES:
-            passes[kind] = _efficiency(some, peak)
+        pass_times = [each for each in times if each.kind == kind]
+        if len({(each.m, each.n, each.k) for each in pass_times}) >= _LEAST_SHAPES:
+            passes[kind] = _efficiency(pass_times, peak)
         else:
-            passes[kind] = _scaled(of_all, some, peak)
-    return ProductRates(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation, passes=passes)
+            passes[kind] = _scaled(efficiency_of_all, pass_times, peak)
+    return ProductRates(
+        peak=peak,
+        efficiency=efficiency_of_all.efficiency,
+        saturation=efficiency_of_all.saturation,
+        passes=passes,
+    )
 
 
 def _efficiency(times: Sequence[ProductTime], peak: float) -> Efficiency:
@@ -53,38 +59,46 @@ def _efficiency(times: Sequence[ProductTime], peak: float) -> Efficiency:
     return Efficiency(efficiency=2 / of_volume / peak, saturation=of_sides / of_volume)
 
 
-def _scaled(of_all: Efficiency, times: Sequence[ProductTime], peak: float) -> Efficiency:
-    """That of all, as much quicker or slower as these few."""
-    told = ProductRates(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation)
-    ratios = [told.seconds(each.m, each.n, each.k) / each.seconds for each in times]
-    return Efficiency(efficiency=of_all.efficiency * sum(ratios) / len(ratios), saturation=of_all.saturation)
+def _scaled(efficiency_of_all: Efficiency, times: Sequence[ProductTime], peak: float) -> Efficiency:
+    """Return the efficiency of all passes, scaled to a few measurements."""
+    all_rates = ProductRates(
+        peak=peak, efficiency=efficiency_of_all.efficiency, saturation=efficiency_of_all.saturation
+    )
+    ratios = [all_rates.seconds(each.m, each.n, each.k) / each.seconds for each in times]
+    return Efficiency(
+        efficiency=efficiency_of_all.efficiency * sum(ratios) / len(ratios),
+        saturation=efficiency_of_all.saturation,
+    )
 
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkRates:
-    """`latency + bytes / bandwidth`."""
+    """Return the link for which `latency + bytes / bandwidth` is closest to the measured seconds."""
     inverse, latency = _with_rate(
-        [size / taken for size, taken in zip(sizes, seconds, strict=True)], [1 / taken for taken in seconds]
+        [size / time for size, time in zip(sizes, seconds, strict=True)], [1 / time for time in seconds]
     )
     return LinkRates(bandwidth=1 / inverse, latency=latency)
 
 
 def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> AttentionRates:
-    """FLOP/s of the core and seconds of a query's feature, of FLOPs forward, features of all queries, and
-    seconds forward and backward.
+    """Return the rates of attention.
+
+    Args:
+        times: FLOPs forward, features of all queries, and seconds forward and backward of each measurement.
     """
-    found = []
-    for direction, many in ((0, 1), (1, 2)):
-        flops = [many * row[0] / row[2 + direction] for row in times]
+    rates = []
+    for direction, factor in ((0, 1), (1, 2)):
+        flops = [factor * row[0] / row[2 + direction] for row in times]
         features = [row[1] / row[2 + direction] for row in times]
         inverse, rest = _with_rate(flops, features)
-        found.append((1 / inverse, rest))
-    (forward, first), (backward, second) = found
+        rates.append((1 / inverse, rest))
+    (forward, first), (backward, second) = rates
     return AttentionRates(forward=forward, backward=backward, features=(first, second))
 
 
 def _with_rate(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """As `not_negative`, with some of the first: measurements that do not tell the two apart, as of a single
-    size, or disturbed ones, would have what is larger take no longer.
+    """Return the result of `not_negative`, with a positive first number.
+
+    Measurements of a single size, or disturbed ones, may not separate both numbers.
     """
     inverse, rest = not_negative(first, second)
     if inverse > 0:
@@ -93,7 +107,7 @@ def _with_rate(first: Sequence[float], second: Sequence[float]) -> tuple[float, 
 
 
 def not_negative(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """(a, b), neither below 0, for which `a first + b second` is nearest to 1 in least squares."""
+    """Return (a, b), both at least 0, for which `a first + b second` is closest to 1 in least squares."""
     x, y = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     scales = max(float(np.abs(x).max()), 1e-300), max(float(np.abs(y).max()), 1e-300)
     columns = np.stack((x / scales[0], y / scales[1]), axis=1)

@@ -1,4 +1,4 @@
-"""Of a whole step: elements that the optimizer updates a second, and what is fixed."""
+"""Rates of a complete step: elements per second of the optimizer, and the fixed time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.step_plan import plan_step
 
 MOST_PARAMETERS = 40_000_000
-"""Of a model whose state is updated to time the optimizer."""
+"""Parameters of the largest model with which the optimizer is timed."""
 
 
 def parameters_of(deck: Deck) -> int:
-    """Of a deck's model."""
+    """Return the number of parameters of a deck's model."""
     return count(ModelShape.of(deck, deck.model.vocabulary or 0)).parameters
 
 
 def measure_optimizer(deck: Deck, clock: Clock) -> float:
-    """Elements a second: their gradients' norm, their update, and parameters of it. Collective."""
+    """Return the elements per second of gradient norm, update and rounding of parameters. Collective."""
     engine = _engine(deck, clock)
     for bucket in engine.stage.buckets:
         bucket.owned_gradients.fill_(1e-3)
@@ -42,7 +42,7 @@ def measure_optimizer(deck: Deck, clock: Clock) -> float:
 
 
 def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
-    """Seconds of a step of a tiny deck beside those that are planned of it. Collective."""
+    """Return the seconds of a step of a tiny deck beyond the predicted ones. Collective."""
     engine, world = _engine(deck, clock), clock.world
     executor = Executor(
         engine.stage.models,

@@ -23,13 +23,13 @@ class BalancedLoads:
     Attributes:
         experts: Number of experts.
         chosen: Number of experts per row.
-        kept_fraction: Share of the copies of rows for which experts have capacity.
+        capacity_fraction: Share of the copies of rows for which experts have capacity.
         rows: Rows of each tensor rank in a micro-batch.
     """
 
     experts: int
     chosen: int
-    kept_fraction: float
+    capacity_fraction: float
     rows: tuple[int, ...]
 
     @staticmethod
@@ -37,12 +37,12 @@ class BalancedLoads:
         """Return the loads of a deck with these mixtures of experts."""
         tensor, rows = deck.layout.tensor, deck.batch.micro_size * deck.batch.sequence // deck.layout.context
         pieces = (rows * (rank + 1) // tensor - rows * rank // tensor for rank in range(tensor))
-        return BalancedLoads(table.count, table.per_token, _kept_fraction(table), tuple(pieces))
+        return BalancedLoads(table.count, table.per_token, _capacity_fraction(table), tuple(pieces))
 
     def of(self, rank: int) -> Tensor:
         """Return the number of rows that a rank sends to each expert, [experts]."""
         return _even_counts(
-            int(self.rows[rank % len(self.rows)] * self.chosen * self.kept_fraction), self.experts
+            int(self.rows[rank % len(self.rows)] * self.chosen * self.capacity_fraction), self.experts
         )
 
 
@@ -60,7 +60,7 @@ class EvenLoads(CachedMetaOps):
 
     def __init__(self, table: ExpertsTable, cache: MetaOpCache) -> None:
         super().__init__(cache)
-        self.experts, self.kept_fraction = table.count, _kept_fraction(table)
+        self.experts, self.capacity_fraction = table.count, _capacity_fraction(table)
 
     def __torch_dispatch__(
         self,
@@ -83,15 +83,15 @@ class EvenLoads(CachedMetaOps):
     def _counts(self, numbers: Tensor, length: int) -> Tensor:
         # Dropped copies are counted after the last expert.
         kinds = length - 1 if length == self.experts + 1 else length
-        whole = numbers.numel()
+        rows = numbers.numel()
         if length == self.experts + 1:
-            whole = int(whole * self.kept_fraction)
-        counts = torch.full((length,), numbers.numel() - whole, dtype=torch.int64, device="cpu")
-        counts[:kinds] = _even_counts(whole, kinds)
+            rows = int(rows * self.capacity_fraction)
+        counts = torch.full((length,), numbers.numel() - rows, dtype=torch.int64, device="cpu")
+        counts[:kinds] = _even_counts(rows, kinds)
         return counts
 
 
-def _kept_fraction(table: ExpertsTable) -> float:
+def _capacity_fraction(table: ExpertsTable) -> float:
     return min(1.0, table.capacity or 1.0)
 
 

@@ -77,9 +77,9 @@ class SignatureSearch:
         self._initial = initial
         self._places = np.arange(len(initial))
 
-    def find(self, others: Sequence[int]) -> Numbers:
-        """Return the signature of each place, [places]. The places `others` are compared, too."""
-        for place in dict.fromkeys((*self._spread(), *others)):
+    def find(self, further_places: Sequence[int]) -> Numbers:
+        """Return the signature of each place, [places]. The `further_places` are compared, too."""
+        for place in dict.fromkeys((*self._spread(), *further_places)):
             self._compare(place)
         while True:
             by_place = self.by_place()
@@ -131,7 +131,7 @@ class SignatureSearch:
             self._split_signature(first, place)
 
     def _split_signature(self, first: int, place: int) -> None:
-        """Number the coordinates of the shortest axis along which calls change between two places."""
+        """Renumber the coordinates of the shortest axis along which calls change between two places."""
         steps: list[tuple[Axis, int]] = []
         for fold in self.folds:
             here = place

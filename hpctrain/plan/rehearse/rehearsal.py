@@ -43,7 +43,7 @@ class Rehearsal:
 
     @property
     def faults(self) -> tuple[RehearsalFault, ...]:
-        """All faults."""
+        """Faults of all checks."""
         return (*self.matched.faults, *self.over)
 
     @property
@@ -115,7 +115,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     ]
     if matched.faults:
         lines.append(f"{counted(len(matched.faults), 'fault')} in messages and calls:")
-        lines += _shown(matched.faults)
+        lines += _fault_lines(matched.faults)
     else:
         rules = ", by the rules of NCCL" if rehearsal.on_streams else ""
         lines.append(
@@ -125,7 +125,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     if rehearsal.over:
         lines += [
             f"Does not fit into memory on {counted(len(rehearsal.over), 'stage')}:",
-            *_shown(rehearsal.over),
+            *_fault_lines(rehearsal.over),
         ]
     elif rehearsal.known_room:
         lines.append(f"Fits into memory: {most}.")
@@ -134,6 +134,6 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
 
-def _shown(faults: tuple[RehearsalFault, ...]) -> list[str]:
+def _fault_lines(faults: tuple[RehearsalFault, ...]) -> list[str]:
     more = len(faults) - FAULTS_SHOWN
     return [*(f"  {fault}" for fault in faults[:FAULTS_SHOWN]), *([f"  and {more} more"] if more > 0 else [])]

@@ -186,15 +186,15 @@ def busiest_seconds(
         machine: Rates of the machine.
         simulate: Function that simulates a schedule.
     """
-    ground = StageNodes(machine, at)
-    group_seconds = [ground.layers(layers, group) for group in range(len(ground.groups))]
+    nodes = StageNodes(machine, at)
+    group_seconds = [nodes.layers(layers, group) for group in range(len(nodes.groups))]
     parts = _parts(layers, split)
     stage_of_part = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
     passes = [
-        _part_seconds(part, group_seconds[ground.of_stage[home]])
+        _part_seconds(part, group_seconds[nodes.of_stage[home]])
         for part, home in zip(parts, stage_of_part, strict=True)
     ]
-    messages = messages_of(schedule, layers[0].hidden, ground)
+    messages = messages_of(schedule, layers[0].hidden, nodes)
     blocking = machine.messages == "blocking"
     waits = [blocking * wait for wait in waits_of(messages)]
     simulation = simulate(
@@ -211,10 +211,10 @@ def busiest_seconds(
         stage_parts = [schedule.part(stage, chunk) for chunk in range(schedule.chunks)]
         first = passes[stage_parts[0]]
         backward = sum(first.input_gradient.values()) + sum(first.weight_gradient.values())
-        return ground.after([layer for part in stage_parts for layer in parts[part]], backward, at, stage)
+        return nodes.after([layer for part in stage_parts for layer in parts[part]], backward, at, stage)
 
     def order(stage: int) -> tuple[float, float]:
-        return -sum(after(stage).values()) if not ground.is_one else 0.0, simulation.idle[stage]
+        return -sum(after(stage).values()) if not nodes.is_one else 0.0, simulation.idle[stage]
 
     busiest = min(range(schedule.stage_count), key=order)
     stage_parts = [schedule.part(busiest, chunk) for chunk in range(schedule.chunks)]
@@ -259,23 +259,23 @@ def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, Lay
     )
 
 
-def split_by_seconds(layers: Sequence[LayerSizes], ground: StageNodes, schedule: Schedule) -> tuple[int, ...]:
+def split_by_seconds(layers: Sequence[LayerSizes], nodes: StageNodes, schedule: Schedule) -> tuple[int, ...]:
     """Return the number of blocks of each part with which the longest stage is shortest."""
     times = []
-    for group in range(len(ground.groups)):
-        of_layers = {layer: each.total for layer, each in ground.layers(layers, group).items()}
+    for group in range(len(nodes.groups)):
+        of_layers = {layer: each.total for layer, each in nodes.layers(layers, group).items()}
         times.append([of_layers[layer] for layer in layers])
-    return tuple(split_by_stage_times([times[group] for group in ground.of_stage], schedule))
+    return tuple(split_by_stage_times([times[group] for group in nodes.of_stage], schedule))
 
 
-def messages_of(schedule: Schedule, hidden: int, ground: StageNodes) -> list[float]:
+def messages_of(schedule: Schedule, hidden: int, nodes: StageNodes) -> list[float]:
     """Return the seconds of the message from each part to the next; 0 if both are on the same stage."""
     seconds_of_pair = dict[tuple[int, int], float]()
     stage_of_part = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
     for pair in dict.fromkeys(pairwise(stage_of_part)):
         one, other = pair
-        crosses = ground.at.crosses(one, other)
-        seconds = (boundary_seconds(hidden, ground.at, kind, crosses) for kind in ground.links(one, other))
+        crosses = nodes.at.crosses(one, other)
+        seconds = (boundary_seconds(hidden, nodes.at, kind, crosses) for kind in nodes.links(one, other))
         seconds_of_pair[pair] = max(seconds) if one != other else 0.0
     return [seconds_of_pair[pair] for pair in pairwise(stage_of_part)]
 

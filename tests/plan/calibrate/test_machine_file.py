@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.plan.calibrate.machine_file import machine_text, rounded, write_whole
+from hpctrain.plan.calibrate.machine_file import machine_text, rounded, write_atomically
 from hpctrain.plan.time.machine_rates import parse_machine, preset_names, read_machine
 from tests.plan.time.test_machine_rates import FILE
 
@@ -73,7 +73,7 @@ def test_figures_have_no_more_digits_than_were_measured() -> None:
 
 def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine.toml"
-    write_whole(path, "first")
+    write_atomically(path, "first")
     assert path.read_text() == "first"
 
     def fails(self: Path, target: Path) -> Path:
@@ -81,6 +81,6 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "replace", fails)
     with pytest.raises(OSError, match="no space"):
-        write_whole(path, "second")
+        write_atomically(path, "second")
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]

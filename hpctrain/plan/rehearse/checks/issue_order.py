@@ -62,9 +62,9 @@ def _faults(
 ) -> Iterator[RehearsalFault]:
     """Yield the first fault among the ranks that share both communicators; `order_of` is by rank."""
     first, second = (job.groups[name] for name in pair)
-    usual: dict[tuple[int, int], int] = {}
+    first_ranks: dict[tuple[int, int], int] = {}
     for rank in np.flatnonzero(order_of >= 0).tolist():
-        other = usual.setdefault((int(first.row_of[rank]), int(second.row_of[rank])), rank)
+        other = first_ranks.setdefault((int(first.row_of[rank]), int(second.row_of[rank])), rank)
         if order_of[other] != order_of[rank]:
             count = int(classes.counts[classes.of_rank[rank]])
             yield RehearsalFault(

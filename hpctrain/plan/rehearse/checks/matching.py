@@ -147,18 +147,18 @@ def _channel_faults(
     kind: Kind
     if len(sent) < len(received):
         kind, rank = "missing send", sender
-        right = f"{counted(len(received), 'message')} received, {len(sent)} sent; send {here}, too"
+        correct = f"{counted(len(received), 'message')} received, {len(sent)} sent; send {here}, too"
     elif len(sent) > len(received):
         kind, rank = "missing receive", receiver
-        right = f"{counted(len(sent), 'message')} sent, {len(received)} received; receive {there}, too"
+        correct = f"{counted(len(sent), 'message')} sent, {len(received)} received; receive {there}, too"
     elif _are_reordered(sent, received):
-        kind, rank, right = "swapped order", sender, f"send {here} first"
+        kind, rank, correct = "swapped order", sender, f"send {here} first"
     else:
         assert there is not None and here is not None
         kind, rank = "wrong size" if there.content == here.content else "other operation", sender
-        right = f"send {here}"
+        correct = f"send {here}"
     count = int(classes.counts[classes.of_rank[rank]])
-    yield RehearsalFault(kind, rank, count, f"{message} {difference} ({right})")
+    yield RehearsalFault(kind, rank, count, f"{message} {difference} ({correct})")
 
 
 def _collective_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[RehearsalFault]:
@@ -176,15 +176,15 @@ def _collective_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[Re
             alike = Counter[int]()
             for each, count in zip(here.tolist(), counts.tolist(), strict=True):
                 alike[numbers[each]] += count
-            usual = max(here.tolist(), key=lambda each: (alike[numbers[each]], len(called[each]), -each))
+            majority = max(here.tolist(), key=lambda each: (alike[numbers[each]], len(called[each]), -each))
             members = membership.rows[row]
-            reference = int(members[np.flatnonzero(of_rows[row] == usual)[0]])
+            reference = int(members[np.flatnonzero(of_rows[row] == majority)[0]])
             for each in here.tolist():
-                if numbers[each] == numbers[usual]:
+                if numbers[each] == numbers[majority]:
                     continue
                 rank = int(members[np.flatnonzero(of_rows[row] == each)[0]])
                 yield from _group_faults(
-                    job, classes, group, (reference, called[usual]), (rank, called[each])
+                    job, classes, group, (reference, called[majority]), (rank, called[each])
                 )
         uneven = any(event.sent for of_class in calls for event in of_class.get(group, []))
         for row in np.unique(of_rows, axis=0, return_index=True)[1] if uneven else ():
@@ -203,27 +203,30 @@ def _group_faults(
     job: StepProgrammes,
     classes: RankClasses,
     group: str,
-    usual: tuple[int, Sequence[RehearsedCall]],
+    majority: tuple[int, Sequence[RehearsedCall]],
     other: tuple[int, Sequence[RehearsedCall]],
 ) -> Iterator[RehearsalFault]:
     """Yield the first difference between the calls of two ranks of a group."""
-    number = _difference(usual[1], other[1])
+    number = _difference(majority[1], other[1])
     if number is None:
         return
-    there, here = _event_at(usual[1], number), _event_at(other[1], number)
+    there, here = _event_at(majority[1], number), _event_at(other[1], number)
     call = f"call {number + 1} of {group}"
     difference = f"is {here or 'missing'} on {_describe(job, classes, other[0])}"
-    right = f"and {there} on {_describe(job, classes, usual[0])}"
+    correct = f"and {there} on {_describe(job, classes, majority[0])}"
     kind: Kind = "other operation"
-    if len(other[1]) < len(usual[1]):
+    if len(other[1]) < len(majority[1]):
         kind = "missing call"
-    elif _are_reordered(usual[1], other[1]):
+    elif _are_reordered(majority[1], other[1]):
         kind = "swapped order"
     elif there is not None and here is not None and there.content == here.content:
         kind = "wrong size"
     count = int(classes.counts[classes.of_rank[other[0]]])
     yield RehearsalFault(
-        kind, other[0], count, f"{call} {difference}, {right}; all ranks of a group must make the same calls"
+        kind,
+        other[0],
+        count,
+        f"{call} {difference}, {correct}; all ranks of a group must make the same calls",
     )
 
 
