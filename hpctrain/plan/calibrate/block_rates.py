@@ -60,8 +60,9 @@ class TimedBlocks:
 
 
 def launch_of(tiny: TimedBlocks, measured: Sequence[float], machine: MachineRates) -> float:
-    """Return the minimum seconds of an operation: what tiny blocks take longer than predicted, per
-    operation.
+    """Return the minimum seconds of an operation.
+
+    They are what tiny blocks take longer than predicted, per operation.
     """
     without_launch, with_launch = (
         tiny.planned(machine.model_copy(update={"launch": each})) for each in (0.0, 1.0)

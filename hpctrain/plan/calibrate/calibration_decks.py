@@ -86,8 +86,9 @@ def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
 
 
 def on_data_ranks(deck: Deck, ranks: int) -> Deck:
-    """Return the deck on data ranks with one micro-batch each, without features whose time is not
-    predicted.
+    """Return the deck on data ranks with one micro-batch each.
+
+    Features whose time is not predicted are turned off.
     """
     axes = ("tensor", "context", "pipeline", "chunks", "expert", "expert_tensor")
     layout: dict[str, object] = {**dict.fromkeys(axes, 1), "data": None, "split": None, "schedule": "1f1b"}

@@ -16,8 +16,9 @@ _LEAST, _MOST = 3, 50
 
 
 class Clock:
-    """Repeats a measurement for some seconds and records its spread. Measurements of the same kind count
-    together.
+    """Repeats a measurement for some seconds and records its spread.
+
+    Measurements of the same kind count together.
 
     Args:
         world: All ranks.
@@ -55,8 +56,9 @@ class Clock:
         return self._repeated(kind, run, self.world.everyone, together=False)
 
     def of_group(self, kind: str, group: Group, run: Callable[[], object]) -> float:
-        """Return the mean seconds of what a group does together, of its slowest rank. Collective over the
-        group.
+        """Return the mean seconds of what a group does together. Collective over the group.
+
+        The seconds are those of its slowest rank.
         """
 
         def lap() -> tuple[float]:

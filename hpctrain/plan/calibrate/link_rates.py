@@ -73,8 +73,9 @@ def measure_links(clock: Clock, most: int) -> Links:
 
 
 def sizes_up_to(world: World, most: int) -> list[int]:
-    """Return the bytes of tensors to measure, each four times the last, as far as memory allows.
-    Collective.
+    """Return the bytes of tensors to measure, as far as memory allows. Collective.
+
+    Each is four times as large as the one before.
     """
     if on_host(world.device):
         available = (available_bytes() or most) // max(1, world.local_size)
