@@ -53,7 +53,7 @@ def contents(structure: CheckpointIndex, tensors: bool = False) -> Contents:
         "parameters": sum(
             stored.elements
             for name, stored in structure.datasets.items()
-            if name.startswith("/model/") and not structure.companion(name)
+            if name.startswith("/model/") and not structure.auxiliary_model(name)
         ),
         "model": model_keys(deck.model.model_dump(mode="json")) if deck else None,
         "objective": deck.objective.kind if deck else None,

@@ -30,7 +30,7 @@ def require_described_model(structure: CheckpointIndex) -> None:
     stored = {
         name.removeprefix(_PREFIX): tuple(each.shape)
         for name, each in structure.datasets.items()
-        if name.startswith(_PREFIX) and not structure.companion(name)
+        if name.startswith(_PREFIX) and not structure.auxiliary_model(name)
     }
     model = bare_model(ModelShape.of(deck, deck.model.vocabulary))
     described = {each.shard.name: tuple(each.shard.shape) for each in parameter_list(model)}

@@ -1,4 +1,4 @@
-"""The layout of a run whose deck leaves it open: chosen by rank 0, the same on all ranks."""
+"""Choice of a layout for a deck that leaves it open (`layout.auto`)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from hpctrain.plan.search.search_space import Values
 
 
 def choose_layout(world: World, deck: Deck) -> tuple[Deck, str]:
-    """The deck with the quickest layout that fits these ranks and their nodes, and what is to be said of it;
-    itself where it says how it is laid out. Collective; HpctrainError on all ranks where none fits.
+    """Return the deck with the fastest layout that fits these ranks, and a sentence about it. Collective.
+
+    A deck that sets its layout is returned as it is, with "".
+
+    Raises:
+        HpctrainError: No layout fits; raised on all ranks.
     """
     if not deck.layout.auto:
         return deck, ""
-    found: tuple[Values, str] | None = None
+    shared: tuple[Values, str] | None = None
     with world.agreement():
         if world.rank == 0:
             candidate, machine = chosen_layout(deck, world.size, world.local_size)
-            told = choice(changed(deck, candidate.changes), candidate.seconds, machine.name)
-            found = candidate.changes, told
-    found = world.everyone.broadcast_object(found)
-    assert found is not None
-    changes, said = found
+            sentence = choice(changed(deck, candidate.changes), candidate.seconds, machine.name)
+            shared = candidate.changes, sentence
+    shared = world.everyone.broadcast_object(shared)
+    assert shared is not None
+    changes, sentence = shared
     with world.agreement():
         deck = with_choice(deck, changes, world.size)
-    return deck, said
+    return deck, sentence

@@ -6,10 +6,10 @@ from hpctrain.deck.sections.batch import Batch
 
 
 def batch_at(batch: Batch, step: int) -> int:
-    """Sequences of step `step` (from 0): from `ramp_from` to `global_size` over `ramp_steps`, linearly.
+    """Return the number of sequences of step `step` (from 0).
 
-    They grow by whole `ramp_from`, which any layout of the run divides into micro-batches: so that they do
-    not depend on the layout.
+    It grows linearly from `ramp_from` to `global_size` over `ramp_steps`, in multiples of `ramp_from`. Every
+    layout of the run can divide these into micro-batches, so the batch does not depend on the layout.
     """
     if not batch.ramp_from or step >= batch.ramp_steps:
         return batch.global_size
@@ -18,6 +18,6 @@ def batch_at(batch: Batch, step: int) -> int:
 
 
 def samples_of(batch: Batch, steps: int) -> int:
-    """Sequences of the first `steps` steps together."""
+    """Return the number of sequences of the first `steps` steps together."""
     ramp = min(steps, batch.ramp_steps) if batch.ramp_from else 0
     return sum(batch_at(batch, step) for step in range(ramp)) + (steps - ramp) * batch.global_size

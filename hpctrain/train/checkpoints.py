@@ -42,7 +42,7 @@ from hpctrain.train.best import RECORD, BestSoFar
 from hpctrain.train.frozen_change import frozen_change
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.resume_check import replaced_optimizer_state
-from hpctrain.train.start import left_bias
+from hpctrain.train.start import dropped_bias_note
 from hpctrain.train.step import TrainState
 from hpctrain.train.stored_choices import computed_by
 
@@ -246,7 +246,7 @@ class Checkpoints(Hook):
         for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(unsuitable)))):
             self.notes.append(f"{path}: part of its {kind} does not fit this run and is initialized")
         self.notes += frozen_change(self.deck, before, path, engine.architecture)
-        if sentence := left_bias(self.deck, before, path):
+        if sentence := dropped_bias_note(self.deck, before, path):
             self.notes.append(sentence)
         self.newest = path
         if path.parent == self.folder:

@@ -1,4 +1,4 @@
-"""What a run counts: kept twice, so that a number which changed in memory is found, and put right."""
+"""Copies of the counters of a run, by which a counter that changes in memory is found and restored."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from hpctrain.train.step import TrainState
 
 
 class Counters:
-    """Those of the state of a run, of its optimizer's updates, and of its loss scale. Of this rank alone."""
+    """Counters of the run's state, of the optimizer's updates and of the loss scale, on this rank."""
 
     def __init__(self, engine: Engine, state: TrainState) -> None:
         self._engine, self._state = engine, state
-        self._kept: dict[str, float] = {}
+        self._copy: dict[str, float] = {}
 
     @property
     def step(self) -> int:
-        """The number of the step that follows; 0 where nothing is known."""
-        return int(self._kept["step"]) + 1 if self._kept else 0
+        """Number of the next step; 0 if there is no copy."""
+        return int(self._copy["step"]) + 1 if self._copy else 0
 
     def forget(self) -> None:
-        """Something else than a step has changed them."""
-        self._kept = {}
+        """Discard the copy, because something other than a step changes the counters."""
+        self._copy = {}
 
     def take(self) -> list[DetectedFault]:
-        """A step was made: from here on nothing is to change. What was wrong with the number of steps."""
+        """Copy the counters after a step. Return a fault if the number of steps was wrong, and correct it."""
         following, wrong = self.step or self._state.step, []
         if self._state.step != following:
             self._state.step, wrong = following, [self._fault("step")]
-        self._kept = self._now()
+        self._copy = self._current()
         return wrong
 
-    def put_right(self) -> list[DetectedFault]:
-        """What has changed since; it has not any more."""
-        if not self._kept:
+    def restore_changed(self) -> list[DetectedFault]:
+        """Restore counters that have changed since `take`. Return a fault for each of them."""
+        if not self._copy:
             return []
-        now = self._now()
-        changed = [name for name, value in self._kept.items() if now[name] != value]
+        now = self._current()
+        changed = [name for name, value in self._copy.items() if now[name] != value]
         if changed:
-            self._give_back()
+            self._restore()
         return [self._fault(name) for name in changed]
 
-    def _now(self) -> dict[str, float]:
+    def _current(self) -> dict[str, float]:
         scale = self._engine.control.loss_scale
         of_engine = {
             "updates": self._engine.stage.optimizer.updates,
@@ -52,12 +52,12 @@ class Counters:
         }
         return asdict(self._state) | of_engine
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         for name in asdict(self._state):
-            setattr(self._state, name, self._kept[name])
-        self._engine.stage.optimizer.updates = int(self._kept["updates"])
+            setattr(self._state, name, self._copy[name])
+        self._engine.stage.optimizer.updates = int(self._copy["updates"])
         scale = self._engine.control.loss_scale
-        scale.value, scale.good_steps = self._kept["loss_scale"], int(self._kept["good_steps"])
+        scale.value, scale.good_steps = self._copy["loss_scale"], int(self._copy["good_steps"])
 
     def _fault(self, name: str) -> DetectedFault:
         group = self._engine.world.everyone

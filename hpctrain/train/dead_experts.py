@@ -1,4 +1,4 @@
-"""Warns of experts that no token goes to any more: they learn nothing, and hold memory for it."""
+"""Warnings about experts that receive no tokens, and so learn nothing."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from hpctrain.text import counted, ranges
 from hpctrain.train.hook import Hook, StepDone
 
 STEPS = 100
-"""Without a token, in a row, after which an expert counts as dead; steps without an update do not count."""
+"""Number of steps in a row without a token after which an expert is dead. Skipped steps do not count."""
 
 
 class DeadExperts(Hook):
-    """Says once of each expert, in the log of rank 0, that it is dead; counts from where the run began."""
+    """Hook that warns once of each dead expert, in the log of rank 0."""
 
     def __init__(self, shape: ModelShape, rank: int) -> None:
         self.shape, self.rank = shape, rank
         size = len(shape.mixture_blocks), 0 if shape.experts is None else shape.experts.count
         self.idle = torch.zeros(size, dtype=torch.int64)
-        self.told = torch.zeros_like(self.idle, dtype=torch.bool)
+        self.reported = torch.zeros_like(self.idle, dtype=torch.bool)
 
     def after_step(self, done: StepDone) -> None:
-        """Look at what the routers of the step noted."""
+        """Count the steps without a token for each expert."""
         load = ExpertLoad.of(done.result.statistics, self.shape) if self.rank == 0 else None
         if load is None or done.result.skipped:
             return
         self.idle = (self.idle + 1).masked_fill_(load.tokens > 0, 0)
-        dead = (self.idle >= STEPS) & ~self.told
-        self.told |= dead
+        dead = (self.idle >= STEPS) & ~self.reported
+        self.reported |= dead
         for block, of_block in zip(load.blocks, dead, strict=True):
             experts = of_block.nonzero().flatten().tolist()
             if experts:

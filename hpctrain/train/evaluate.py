@@ -1,6 +1,6 @@
-"""`hpctrain evaluate`: the loss of a checkpoint's model on token files, by the run's own evaluation.
+"""Evaluation of a checkpoint on token files (`hpctrain evaluate`), by the same code as during training.
 
-On files of preferences, models that learned from such (dpo, reward) are measured by their own loss.
+Models that learned from preferences (dpo, reward) are evaluated by their own loss on files of preferences.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hpctrain.units import format_count
 from hpctrain.watch.newest import find_checkpoint
 
 MICRO_BATCHES = 64
-"""Of a rank at a time: what is read of a file together."""
+"""Number of micro-batches of a rank that are read together."""
 
 SECONDS_PER_LINE = 10.0
 
@@ -89,19 +89,19 @@ def evaluate(
     counted = [with_token_counts(deck, world, each, tokenizer) for each in sets]
     reference: Step | None = None
     if deck.objective.kind in REFERENCE_KINDS:
-        begun = initial_engine(path, state, deck, world)
-        reference = Step(begun, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
+        initial = initial_engine(path, state, deck, world)
+        reference = Step(initial, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     engine = shown_engine(path, deck, world)
     world.ledger.activity = "evaluating"
     step = Step(engine, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     rows: list[dict[str, Any]] = []
     for file, each in zip(files, counted, strict=True):
-        tell = partial(_tell, say if world.rank == 0 else lambda _: None, file)
+        report = partial(_report_progress, say if world.rank == 0 else lambda _: None, file)
         # A module's own loss may count nothing in a part.
-        found = mean_metrics(step, each, deck.model.loss is None, tell, reference)
-        told = {"tokens": str(file), "sequences": each.sequences}
-        told |= {} if deck.objective.kind in PREFERENCE_KINDS else {"predicted": each.tokens}
-        rows.append(told | each.metrics(**found))
+        metrics = mean_metrics(step, each, deck.model.loss is None, report, reference)
+        row = {"tokens": str(file), "sequences": each.sequences}
+        row |= {} if deck.objective.kind in PREFERENCE_KINDS else {"predicted": each.tokens}
+        rows.append(row | each.metrics(**metrics))
     if world.rank == 0:
         facts = {
             "checkpoint": str(path),
@@ -133,7 +133,7 @@ def mean_metrics(
         say: called every few seconds with the number of sequences that are done, and of all.
         reference: evaluates the model that the metrics compare with, for an objective that has one.
     """
-    batches, told = held_out.batches, time.monotonic()
+    batches, last_report = held_out.batches, time.monotonic()
     most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     if not in_parts:
         most = held_out.sequences
@@ -147,19 +147,19 @@ def mean_metrics(
         if counted:
             totals = {name: totals.get(name, 0.0) + value * counted for name, value in metrics.items()}
         count += counted
-        if time.monotonic() - told > SECONDS_PER_LINE:
-            told = time.monotonic()
+        if time.monotonic() - last_report > SECONDS_PER_LINE:
+            last_report = time.monotonic()
             say(first + size, held_out.sequences)
     means = {name: total / count for name, total in totals.items()} if count else metrics
     return {name: mean for name, mean in means.items() if name not in step.engine.auxiliary_loss_names}
 
 
-def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None:
-    say(f"{escaped(str(file))}: {done} of {whole} sequences")
+def _report_progress(say: Callable[[str], None], file: Path, done: int, total: int) -> None:
+    say(f"{escaped(str(file))}: {done} of {total} sequences")
 
 
 def known_tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer in a checkpoint's state; HpctrainError where it has none."""
+    """Return the tokenizer in the state of a checkpoint; raise HpctrainError if it has none."""
     tokenizer = tokenizer_of_state(state, path)
     if tokenizer is None:
         sentence = "holds no tokenizer, so it is not known on which tokens it was trained"
@@ -168,28 +168,28 @@ def known_tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
 
 
 def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokenizer: str) -> list[HeldOut]:
-    """What is evaluated; HpctrainError with all files that will not do."""
-    found, problems = [], []
+    """Return the sets to evaluate; raise HpctrainError for all files that do not fit the model."""
+    sets, problems = [], []
     for file in files:
         wrong = [f"{file.where}: {sentence}" for sentence in unfit_reasons(deck, file, tokenizer)]
         problems += wrong
         if not wrong:
             batches = batches_of(deck, file)
             count = batches.source.count
-            found.append(
+            sets.append(
                 HeldOut(file.path.stem, batches, count if sequences is None else min(sequences, count))
             )
     if problems:
         raise HpctrainError(problems)
-    return found
+    return sets
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     titles = _OF_TEXT if "predicted" in rows[0] else _OF_PAIRS
     cells: list[tuple[str, ...]] = [("token file", "sequences", *titles.values())]
     for row in rows:
-        told = (_shown(name, row.get(name)) for name in titles)
-        cells.append((escaped(row["tokens"]), str(row["sequences"]), *told))
+        values = (_cell(name, row.get(name)) for name in titles)
+        cells.append((escaped(row["tokens"]), str(row["sequences"]), *values))
     return fitted(cells, (0,), columns())
 
 
@@ -202,7 +202,7 @@ _OF_TEXT = {
 _OF_PAIRS = {name: name for name in ("loss", "accuracy", "margin", "chosen", "rejected")}
 
 
-def _shown(name: str, value: float | None) -> str:
+def _cell(name: str, value: float | None) -> str:
     if value is None:
         return ""
     if name == "predicted":

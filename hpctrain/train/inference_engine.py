@@ -1,4 +1,4 @@
-"""An engine whose model is only looked at: its parameters on any layout, without gradients or optimizer."""
+"""Engines for inference, with parameters on any layout but without gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: Worl
     Args:
         path: the checkpoint, for error messages.
         state: its state.
-        deck: a deck of the checkpoint whose vocabulary is settled.
+        deck: a deck of the checkpoint with a known vocabulary.
         world: the ranks that share the model.
 
     Raises:
@@ -74,15 +74,19 @@ def _assemble_within_memory(path: Path, deck: Deck, world: World, size: int, bui
     """Assemble an engine if the nodes have the memory, `size` bytes for each parameter. Collective."""
     mesh = make_mesh(deck, world)
     spec = make_engine_spec(deck, world, mesh)
-    own = _elements(spec.architecture, deck, mesh) * size
+    parameter_bytes = _elements(spec.architecture, deck, mesh) * size
     require_memory(
-        world, Machine(), str(path), resident_bytes() + own, lambda _: "use more nodes to share the model"
+        world,
+        Machine(),
+        str(path),
+        resident_bytes() + parameter_bytes,
+        lambda _: "use more nodes to share the model",
     )
     return assemble(deck, world, mesh, spec, build=build)
 
 
 def _elements(architecture: Architecture, deck: Deck, mesh: Mesh) -> int:
-    """About how many of the model's parameters a rank has."""
+    """Return the approximate number of parameters on each rank."""
     total = 0.0
     for parameter in parameter_list(bare_model(architecture)):
         shard = parameter.shard

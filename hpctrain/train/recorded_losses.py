@@ -1,4 +1,4 @@
-"""The losses that a run recorded after a checkpoint: in its metrics file, or in its later checkpoints."""
+"""Losses that a run recorded after a checkpoint, in its metrics file or in later checkpoints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ from hpctrain.train.rollback_history import find_rollback
 
 @dataclass(frozen=True)
 class Recorded:
-    """Losses of the steps right after `step`, without a gap; where they were found; which runs made them.
+    """Recorded losses of the steps after a checkpoint.
 
-    `segments` are empty where no checkpoint tells them.
+    Attributes:
+        step: Step of the checkpoint.
+        losses: Losses of the following steps, without a gap.
+        source: Description of where they are recorded.
+        segments: Runs that made these steps; empty if no checkpoint stores them.
     """
 
     step: int
@@ -36,15 +40,21 @@ class Recorded:
 
 
 def find_recorded(world: World, path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:
-    """What was recorded after the checkpoint at `path`, of this `state`; collective, rank 0 looks, all learn
-    it.
+    """Return the losses that were recorded after a checkpoint. Collective; rank 0 reads the files.
 
-    In `against` where it is given; else in the metrics file of the run's folder or, where that has none, in
-    the later checkpoints beside it. Errors, on all ranks: those of reading `against` or the metrics file, and
-    an HpctrainError where the run has left the checkpoint behind.
+    Args:
+        world: The world.
+        path: The checkpoint.
+        state: Its state.
+        against: Metrics file or later checkpoint to read; None for the metrics file of the run folder, or
+            else the later checkpoints in the folder.
+
+    Raises:
+        HpctrainError: The files cannot be read, or a rollback has made the checkpoint invalid; raised on all
+            ranks.
     """
     with world.agreement():
-        recorded = _look(path, state, against) if world.rank == 0 else None
+        recorded = _read_losses(path, state, against) if world.rank == 0 else None
     shared: Recorded = world.everyone.broadcast_object(recorded)
     return shared
 
@@ -81,7 +91,7 @@ def newest_recorded(world: World, folder: Path, steps: int | None, against: Path
     raise HpctrainError(f"{folder}: no checkpoint has {needed} recorded after it ({reason})")
 
 
-def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:
+def _read_losses(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:
     step, folder = int(state["step"]), path.parent
     states: list[Mapping[str, Any]] = []
     metrics: Path | None = folder.parent / METRICS_FILE
@@ -101,15 +111,17 @@ def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorde
             else ""
         )
         raise HpctrainError(f"{rollback_sentence(path, back)}, so no recorded step continues from it{there}")
-    beside = _in_states((each for each in states if find_rollback(each, spikes) is None), step, source)
+    from_checkpoints = _in_states(
+        (each for each in states if find_rollback(each, spikes) is None), step, source
+    )
     following = _following(losses({"losses": rows}), step)
-    if metrics is None or (beside.losses and not following):
-        return beside
-    return Recorded(step, following, str(metrics), beside.segments)
+    if metrics is None or (from_checkpoints.losses and not following):
+        return from_checkpoints
+    return Recorded(step, following, str(metrics), from_checkpoints.segments)
 
 
 def _readable(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
-    """What the later checkpoints in a folder tell that can be read, the newest first."""
+    """Yield the states of the readable later checkpoints in a folder, from the newest on."""
     for path in current_checkpoints(folder):
         if (checkpoint_step(path) or 0) > step:
             with suppress(HpctrainError):
@@ -117,7 +129,7 @@ def _readable(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _in_states(states: Iterable[Mapping[str, Any]], step: int, source: str) -> Recorded:
-    """Losses and runs that checkpoints tell, the first one first."""
+    """Return the losses and runs that the states of checkpoints store."""
     known: dict[int, RecordedLoss] = {}
     segments: list[HistorySegment] = []
     for state in states:
@@ -127,7 +139,7 @@ def _in_states(states: Iterable[Mapping[str, Any]], step: int, source: str) -> R
 
 
 def _following(recorded: list[RecordedLoss], step: int) -> list[RecordedLoss]:
-    """The losses of the steps right after `step`, up to the first that is not there."""
+    """Return the losses of the steps after `step`, up to the first missing one."""
     by_step = {each.step: each for each in recorded}
     following: list[RecordedLoss] = []
     while (each := by_step.get(step + 1 + len(following))) is not None:

@@ -1,8 +1,8 @@
-"""What the model that a run starts from makes of every answer: computed before the first step, and stored.
+"""Log-probabilities of all answers by the reference model, computed before the first step and stored.
 
-In the run's folder `reference.train.npy`, and a file for what is held out, have a row a sequence: the
-log-probabilities of its targets, and the CRC-32 of these. A file is complete or not there; a run that goes on
-reads it.
+The reference is the model that the run starts from. The file `reference.train.npy` in the run folder, and one
+file for each held-out set, have one row per sequence: the log-probabilities of its targets, and their CRC-32.
+A file is complete or absent. A resumed run reads it.
 """
 
 from __future__ import annotations
@@ -35,39 +35,54 @@ from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
 
 KNOWN = "reference"
-"""What a checkpoint's state has the identity of its run's reference under."""
+"""Key of a checkpoint's state for the checksum of its run's reference."""
 
 ROWS_KNOWN = 1000
-"""Of a reference that has more, by which it is known."""
+"""Largest number of rows in the checksum of a reference."""
 
 
-def bring_references(world: World, origin: Path, folder: Path) -> None:
-    """Have a run that goes on in another folder find its reference there, too: what the folder of its
-    `origin` has of one, and this lacks. Collective; InputOutputError on all ranks where it cannot be copied.
+def copy_references(world: World, source: Path, folder: Path) -> None:
+    """Copy the files of the reference into the folder of a run that resumes in another folder. Collective.
+
+    Args:
+        world: The world.
+        source: Folder of the run that wrote the checkpoint.
+        folder: Folder of the resumed run.
+
+    Raises:
+        InputOutputError: A file cannot be copied; raised on all ranks.
     """
     with world.agreement():
-        found = [*origin.glob("reference.*.npy"), origin / "reference.h5"] if world.rank == 0 else []
-        for path in found:
-            there = folder / path.name
-            if there.exists() or not path.is_file():
+        paths = [*source.glob("reference.*.npy"), source / "reference.h5"] if world.rank == 0 else []
+        for path in paths:
+            target = folder / path.name
+            if target.exists() or not path.is_file():
                 continue
-            with failing_as(f"{there}: cannot be written"):
-                partial = there.with_name(f".{there.name}.partial")
+            with failing_as(f"{target}: cannot be written"):
+                partial = target.with_name(f".{target.name}.partial")
                 with open_regular(path) as read, partial.open("wb") as written:
                     shutil.copyfileobj(read, written)
                 flush_to_disk(partial)
-                partial.replace(there)
+                partial.replace(target)
                 flush_to_disk(folder)
 
 
-def require_same_reference(world: World, path: str | Path, found: str, checkpoint: Path | None) -> None:
-    """Refuse a reference there, which is known by what was `found`, where the checkpoint that a run goes on
-    from knows another one. Collective; InputOutputError on all ranks.
+def require_same_reference(world: World, path: str | Path, checksum: str, checkpoint: Path | None) -> None:
+    """Check that a reference is the one of the checkpoint that a run resumes from. Collective.
+
+    Args:
+        world: The world.
+        path: File of the reference, for errors.
+        checksum: Checksum of the reference.
+        checkpoint: The checkpoint; None for a new run.
+
+    Raises:
+        InputOutputError: The checkpoint belongs to another reference; raised on all ranks.
     """
     before = None if checkpoint is None else read_state(checkpoint, world.everyone).get(KNOWN)
     with world.agreement():
-        if before not in {None, found}:
-            own = f"whose reference is {before}, not {found} (restore that of its run)"
+        if before not in {None, checksum}:
+            own = f"whose reference is {before}, not {checksum} (restore that of its run)"
             raise InputOutputError(f"{path}: belongs to another run than {checkpoint}, {own}")
 
 
@@ -94,7 +109,7 @@ class StoredRows:
 
 @dataclass
 class Referenced:
-    """Samples whose micro-batches carry the reference's log-probabilities, which `rows` hold."""
+    """Samples whose micro-batches have a field with the log-probabilities of the reference."""
 
     samples: SampleSource
     rows: ReferenceRows
@@ -103,39 +118,41 @@ class Referenced:
     def micro_batches(
         self, requests: Iterable[MicroBatchRequest], upcoming: Iterable[MicroBatchRequest]
     ) -> Iterator[MicroBatch]:
-        """See SampleSource. InputOutputError where the rows are of a file that is damaged."""
+        """Yield micro-batches as a SampleSource does; raise InputOutputError if a row is damaged."""
         batch_requests = list(requests)
         for each, micro in zip(
             batch_requests, self.samples.micro_batches(batch_requests, upcoming), strict=True
         ):
-            found = torch.zeros(micro.targets.shape)
+            values = torch.zeros(micro.targets.shape)
             for row, index in enumerate(each.indices):
-                found[row] = self.rows[int(index)]
-            yield replace(micro, fields={**micro.fields, REFERENCE: found})
+                values[row] = self.rows[int(index)]
+            yield replace(micro, fields={**micro.fields, REFERENCE: values})
 
 
-def refer(
+def add_reference(
     step: Step, corpus: Corpus, held_out: tuple[HeldOut, ...], folder: Path, checkpoint: Path | None
 ) -> tuple[tuple[HeldOut, ...], dict[str, str]]:
-    """Have a run train on batches with the reference; what it evaluates, with the same, and what a
-    checkpoint's state is to know of it. Collective, errors as in `with_reference`.
+    """Add the reference to the samples of a run. Collective; errors are those of `with_reference`.
+
+    Returns:
+        The held-out sets with the reference, and the entries of a checkpoint's state about it.
     """
     step.batches = with_reference(step, corpus.train, folder, "train", checkpoint)
     source, world = step.batches.source, step.engine.world
     assert isinstance(source, Referenced) and isinstance(source.rows, StoredRows)
     file = source.rows.file
     with world.agreement():
-        found = _identity(file)
-    require_same_reference(world, file.where, found, checkpoint)
+        checksum = _checksum(file)
+    require_same_reference(world, file.where, checksum, checkpoint)
     evaluated = tuple(
         replace(each, batches=with_reference(step, each.batches, folder, each.name, checkpoint))
         for each in held_out
     )
-    return evaluated, {KNOWN: found}
+    return evaluated, {KNOWN: checksum}
 
 
-def _identity(rows: StoredArray) -> str:
-    """By what it is known: checksums of some rows, from first to last."""
+def _checksum(rows: StoredArray) -> str:
+    """Return the checksum of a reference, from the checksums of evenly spaced rows."""
     numbers = np.linspace(0, rows.size - 1, min(rows.size, ROWS_KNOWN)).astype(int).tolist()
     return blake2b(
         b"".join(rows.read(row, 1)["checksum"].tobytes() for row in numbers), digest_size=8
@@ -145,9 +162,13 @@ def _identity(rows: StoredArray) -> str:
 def with_reference(
     step: Step, batches: Batches, folder: Path, split: str, checkpoint: Path | None = None
 ) -> Batches:
-    """The batches with the reference's log-probabilities. These are computed with the present parameters, and
-    stored in the run's folder; a run that goes on from a `checkpoint` has them there, or in the folder that
-    this is of. Collective; InputOutputError, on all ranks, where they cannot be stored or read.
+    """Return the batches with the log-probabilities of the reference. Collective.
+
+    A new run computes them with the present parameters, and stores them in its folder. A resumed run reads
+    them from there, or from the folder of its checkpoint.
+
+    Raises:
+        InputOutputError: They cannot be stored or read; raised on all ranks.
     """
     world, path = step.engine.world, folder / f"reference.{split}.npy"
     if checkpoint is None:
@@ -160,9 +181,7 @@ def with_reference(
 
 
 def with_reference_of(step: Step, batches: Batches) -> Batches:
-    """Return the batches with the log-probabilities of the model of `step`, which stay in memory: those of a
-    few sequences. Collective.
-    """
+    """Return batches of few sequences with the log-probabilities of the model of `step`. Collective."""
     rows = torch.cat(list(log_probabilities_of(step, batches)))
     return batches.of(Referenced(batches.source, rows, batches.source.count))
 
@@ -177,9 +196,9 @@ def _open(path: Path, count: int, sequence: int) -> StoredArray:
     try:
         with open_regular(path) as file:
             npy.read_magic(file)
-            shape, _, found = npy.read_array_header_1_0(file)
+            shape, _, stored_kind = npy.read_array_header_1_0(file)
             whole = os.fstat(file.fileno()).st_size == file.tell() + count * kind.itemsize
-            if shape == (count,) and found == kind and whole:
+            if shape == (count,) and stored_kind == kind and whole:
                 return StoredArray(str(path), os.dup(file.fileno()), file.tell(), kind, count)
     except FileNotFoundError:
         raise InputOutputError(f"{path}: is missing, {lost}") from None
@@ -200,11 +219,11 @@ def _store(step: Step, batches: Batches, path: Path) -> None:
                 file = opened.enter_context(partial.open("wb"))
                 head = {"descr": npy.dtype_to_descr(kind), "fortran_order": False, "shape": (count,)}
                 npy.write_array_header_1_0(file, head)
-        for found in log_probabilities_of(step, batches):
+        for values in log_probabilities_of(step, batches):
             with world.agreement(), failing_as(f"{path}: cannot be written"):
                 if file is not None:
-                    rows = np.empty(len(found), kind)
-                    rows["values"] = found.numpy()
+                    rows = np.empty(len(values), kind)
+                    rows["values"] = values.numpy()
                     rows["checksum"] = [zlib.crc32(row.tobytes()) for row in rows["values"]]
                     file.write(rows.tobytes())
     with world.agreement(), failing_as(f"{path}: cannot be written"):

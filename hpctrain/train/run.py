@@ -47,7 +47,7 @@ from hpctrain.train.memory_ledger import MemoryLedger
 from hpctrain.train.mirror_hook import require_neighbour, start_mirrors
 from hpctrain.train.mirror_recovery import MirrorRecovery, recover_mirror
 from hpctrain.train.rate_change import rate_change
-from hpctrain.train.reference_scores import bring_references, refer
+from hpctrain.train.reference_scores import add_reference, copy_references
 from hpctrain.train.resume_check import keep_vocabulary, require_resumable
 from hpctrain.train.rollback import Rollback
 from hpctrain.train.routing import RoutingRecorder, read_routing_file
@@ -131,7 +131,7 @@ class Run:
                 memory.write()
         newest = self.checkpoints.newest
         if newest is not None:
-            bring_references(world, newest.parent.parent, folder)
+            copy_references(world, newest.parent.parent, folder)
         reporter = Reporter(world, deck, state.step, newest)
         world.hang.report_to(folder, reporter.record_hang)
         try:
@@ -361,7 +361,7 @@ def open_run(
     world.ledger.activity = "planning the layout"
     deck = choose_functions(deck, world)
     placement = place_models(deck, world)
-    planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
+    planned, seconds = plan_seconds(world, deck, is_resumed=checkpoint is not None)
     routing_file = None
     if replayed is not None:
         routing_file = read_routing_file(world, replayed, ModelShape.of(deck, deck.model.vocabulary or 0))
@@ -398,8 +398,8 @@ def open_run(
         trainer = make(TrainerParts(deck, engine, corpus, checkpoint, fill, placement))
         checkpoints.extra_state = {**checkpoints.extra_state, **trainer.extra_state}
         if deck.objective.kind in REFERENCE_KINDS:
-            held_out, known = refer(trainer.step, corpus, held_out, folder.path, checkpoint)
-            checkpoints.extra_state = {**checkpoints.extra_state, **known}
+            held_out, reference_state = add_reference(trainer.step, corpus, held_out, folder.path, checkpoint)
+            checkpoints.extra_state = {**checkpoints.extra_state, **reference_state}
     except BaseException:
         folder.close()
         raise

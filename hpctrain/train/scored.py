@@ -1,6 +1,4 @@
-"""What a model makes of sequences, token by token, on any layout, by the run's own pass: log-probabilities of
-their targets, or scores.
-"""
+"""Log-probabilities or scores of each token of sequences by a model on any layout."""
 
 from __future__ import annotations
 
@@ -21,39 +19,49 @@ from hpctrain.pipeline.execute import PreparedBatch, forward_only
 from hpctrain.train.step import Step
 
 MICRO_BATCHES = 16
-"""Of a data rank at a time: all ranks hold what all have found of them."""
+"""Number of micro-batches of a data rank at a time. All ranks hold the results of all of them."""
 
 
-Finding = Callable[[Any, Tensor, Tensor], Tensor]
-"""Of a head, hidden states and targets [s, b]: what is found of each token, fp32 [s, b]."""
+TokenFunction = Callable[[Any, Tensor, Tensor], Tensor]
+"""Function of a head, hidden states and targets [s, b] that returns a value of each token, fp32 [s, b]."""
 
 
 class _ScoreRecorder:
-    """What is found of a micro-batch, as an objective's losses are computed, which here are none."""
+    """Loss function that records a value of each token of a micro-batch, and returns losses of 0."""
 
-    def __init__(self, targets: Tensor, metrics: int, find: Finding) -> None:
-        self.targets, self.metrics, self.find = targets, metrics, find
-        self.found: Tensor | None = None
+    def __init__(self, targets: Tensor, metrics: int, function: TokenFunction) -> None:
+        self.targets, self.metrics, self.function = targets, metrics, function
+        self.values: Tensor | None = None
 
     def __call__(self, head: Any, hidden: Tensor) -> Losses:
-        self.found = self.find(head, hidden, self.targets)
-        nothing = self.found.new_zeros(())
+        self.values = self.function(head, hidden, self.targets)
+        nothing = self.values.new_zeros(())
         return Losses(nothing, (nothing,) * self.metrics)
 
 
 def log_probabilities_of(
     step: Step, batches: Batches, sampling: TokenSampling | None = None
 ) -> Iterator[Tensor]:
-    """Log-probabilities [n, s] of the targets of all sequences in their order by the chances of `sampling`,
-    some at a time, zero where there is no target, the same on all ranks. Collective.
+    """Yield the log-probabilities of the targets of all sequences in order, some at a time. Collective.
+
+    Args:
+        step: Step of the model.
+        batches: The sequences.
+        sampling: Temperature and filters that change the probabilities, if any.
+
+    Yields:
+        Tensors [n, s], the same on all ranks, with 0 where there is no target.
     """
     return _of_all(step, batches, partial(log_probabilities, sampling=sampling))
 
 
 def values_of(step: Step, batches: Batches) -> Iterator[Tensor]:
-    """The scores [n, s] of all tokens of all sequences in their order by a model with a scalar head, some
-    sequences at a time, the same on all ranks: of a critic values, of a reward model at the ends of answers
-    their rewards. Collective.
+    """Yield the scores of all tokens by a model with a scalar head, some sequences at a time. Collective.
+
+    The scores of a critic are values. Those of a reward model at the end of answers are rewards.
+
+    Yields:
+        Tensors [n, s], the same on all ranks.
     """
 
     def scores(head: ScalarHead, hidden: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001
@@ -62,34 +70,34 @@ def values_of(step: Step, batches: Batches) -> Iterator[Tensor]:
     return _of_all(step, batches, scores)
 
 
-def _of_all(step: Step, batches: Batches, find: Finding) -> Iterator[Tensor]:
+def _of_all(step: Step, batches: Batches, function: TokenFunction) -> Iterator[Tensor]:
     count, size = batches.source.count, MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     for first in range(0, count, size):
-        taken = min(size, count - first)
-        yield _of_first(step, Batches(SampleWindow(batches.source, first, taken), 0), taken, find)
+        number = min(size, count - first)
+        yield _of_first(step, Batches(SampleWindow(batches.source, first, number), 0), number, function)
 
 
-def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Tensor:
+def _of_first(step: Step, batches: Batches, sequences: int, function: TokenFunction) -> Tensor:
     engine, data = step.engine, step.engine.mesh
     rank, ranks = data.coordinate("data"), data.size("data")
     micro_batches = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size)).micro_batches
     one, metrics = torch.ones((), device=engine.world.device), len(engine.objective.metrics)
-    prepared, kept = [], []
+    prepared, recorders = [], []
     for micro in micro_batches:
         inputs = step.prepare(micro, one, None).inputs
-        kept.append(_ScoreRecorder(inputs.fields["targets"].t(), metrics, find))
-        prepared.append(PreparedBatch(inputs, kept[-1]))
+        recorders.append(_ScoreRecorder(inputs.fields["targets"].t(), metrics, function))
+        prepared.append(PreparedBatch(inputs, recorders[-1]))
     ledger = engine.world.ledger
     ledger.phase = "evaluation"
     with engine.stage.pass_context(("evaluate", len(prepared))):
         step.executor.run(forward_only(engine.schedule, len(prepared)), prepared, training=False)
-    # A value is found by those who hold its place of the sequence, of whom one tells it: zeros add nothing.
-    whole = torch.zeros(sequences, engine.architecture.sequence)
-    for number, each in enumerate(kept):
-        if each.found is not None and engine.mesh.coordinate("tensor") == 0:
+    # The ranks with a part of the sequence compute its values. One of them contributes, the others add zeros.
+    values_of_all = torch.zeros(sequences, engine.architecture.sequence)
+    for number, each in enumerate(recorders):
+        if each.values is not None and engine.mesh.coordinate("tensor") == 0:
             first = (number * ranks + rank) * step.micro_size
-            rows = each.found.t()[: max(0, sequences - first)].cpu()
-            whole[first : first + len(rows), engine.positions.cpu()] = rows
-    summed: Tensor = engine.world.everyone.all_reduce(whole.to(engine.world.device)).cpu()
+            rows = each.values.t()[: max(0, sequences - first)].cpu()
+            values_of_all[first : first + len(rows), engine.positions.cpu()] = rows
+    shared: Tensor = engine.world.everyone.all_reduce(values_of_all.to(engine.world.device)).cpu()
     ledger.phase = "other"
-    return summed
+    return shared

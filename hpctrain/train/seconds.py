@@ -1,4 +1,4 @@
-"""The seconds of a run's steps: what was planned, what was measured by cause, and both side by side."""
+"""Predicted and measured seconds of a run's steps by cause, compared at its end."""
 
 from __future__ import annotations
 
@@ -26,36 +26,44 @@ from hpctrain.units import format_seconds
 if TYPE_CHECKING:
     from hpctrain.train.trainer import Trainer
 
-KEPT = 64
-"""Steps that are looked at in the end: the newest."""
+MAX_RECORDS = 64
+"""Number of the last steps that are measured."""
 
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class PlannedSeconds:
-    """A step as it is planned on the machine whose rates a deck names; these are known to rank 0 alone."""
+    """Predicted step on the machine whose rates the deck names; `on_first` is None on ranks other than 0."""
 
     on_first: tuple[MachineRates, StepPlan] | None
 
     def row(self) -> dict[str, object]:
-        """As written into JSON, on rank 0."""
+        """Return the values for JSON, on rank 0."""
         if self.on_first is None:
             return {}
         machine, step = self.on_first
         return {"machine": machine.name, "stage": step.stage, "predicted": step.row()}
 
 
-def plan_seconds(world: World, deck: Deck, *, goes_on: bool) -> tuple[PlannedSeconds | None, str]:
-    """What `machine.rates` say of a step on these ranks and nodes, and what is to be said of it; None where
-    the deck names none. Collective.
+def plan_seconds(world: World, deck: Deck, *, is_resumed: bool) -> tuple[PlannedSeconds | None, str]:
+    """Predict the seconds of a step from `machine.rates`. Collective.
 
-    HpctrainError on all ranks where the rates cannot be used; of a run that `goes_on`, by a deck that named
-    them earlier, that is only said.
+    Args:
+        world: The world.
+        deck: The deck.
+        is_resumed: True if the run resumes. If the rates of its earlier deck cannot be used, that is not an
+            error.
+
+    Returns:
+        The prediction, None if the deck names no rates, and a sentence about it.
+
+    Raises:
+        HpctrainError: The rates cannot be used; raised on all ranks.
     """
     if deck.machine.rates is None:
         return None, ""
-    found, said = None, ""
+    prediction, sentence = None, ""
     nodes = {"ranks_per_node": deck.machine.ranks_per_node or world.local_size}
     with world.agreement():
         if world.rank == 0:
@@ -63,37 +71,37 @@ def plan_seconds(world: World, deck: Deck, *, goes_on: bool) -> tuple[PlannedSec
                 machine = deck_rates(deck)
                 assert machine is not None and deck.model.vocabulary is not None
                 step = plan_step(deck.with_keys(machine=nodes), world.size, deck.model.vocabulary, machine)
-                found, said = (
+                prediction, sentence = (
                     (machine, step),
                     f"predicted step time: {format_seconds(step.seconds)} ({machine.name})",
                 )
             except HpctrainError as error:
-                if not goes_on or deck.sources.place("machine.rates").override is not None:
+                if not is_resumed or deck.sources.place("machine.rates").override is not None:
                     raise
-                said = f"the step time is not predicted: {error.problems[0]}"
-    planned = world.everyone.broadcast_object(found is not None)
-    return PlannedSeconds(found) if planned else None, said
+                sentence = f"the step time is not predicted: {error.problems[0]}"
+    planned = world.everyone.broadcast_object(prediction is not None)
+    return PlannedSeconds(prediction) if planned else None, sentence
 
 
 class StepSeconds(Hook):
-    """Keeps what the ledger says of the newest steps; at the end, what a step took by cause beside its plan.
+    """Hook that measures the seconds of the last steps by cause, and compares them with the prediction.
 
-    The first step is left out where there are others: it counts what backward keeps, and makes what stays.
+    The first step is left out if there are others, since it counts activations and allocates buffers.
     """
 
     def __init__(self, trainer: Trainer, planned: PlannedSeconds) -> None:
         self.engine, self.planned = trainer.engine, planned
         self.full = trainer.deck.batch.global_size
         self.zero = trainer.deck.layout.zero
-        self.records: deque[StepRecord] = deque(maxlen=KEPT)
+        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self.measured: MeasuredStep | None = None
-        """Of the stage that was planned, on rank 0; None before the end."""
+        """Measured seconds of the predicted stage, on rank 0; None before the end."""
         self._first: int | None = None
         self._of_step: StepRecord | None = None
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Take what the ledger adds within."""
+        """Record what the ledger counts during the step."""
         if self._first is None:
             self._first = step
         ledger = self.engine.world.ledger
@@ -110,7 +118,7 @@ class StepSeconds(Hook):
         )
 
     def after_step(self, done: StepDone) -> None:
-        """Keep the step, if it was one of a whole batch."""
+        """Store the record of the step, if it has a full batch."""
         record, self._of_step = self._of_step, None
         if record is None or done.result.batch != self.full:
             return
@@ -123,7 +131,7 @@ class StepSeconds(Hook):
         )
 
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
-        """Measure, of the stage that is planned: the mean over its ranks and steps that nothing disturbed."""
+        """Compute the mean over the ranks of the predicted stage and over undisturbed steps. Collective."""
         world, mesh = self.engine.world, self.engine.mesh
         everyone, timeline = world.everyone, world.ledger.timeline
         if not self.records:
@@ -154,18 +162,18 @@ class StepSeconds(Hook):
         )
 
     def table(self) -> list[str]:
-        """Predicted beside measured, on rank 0."""
+        """Return lines that compare predicted and measured seconds, on rank 0."""
         if self.planned.on_first is None or self.measured is None:
             return []
         machine, step = self.planned.on_first
         return comparison_lines(step, machine, self.measured, self.engine.mesh.size("pipeline"))
 
     def row(self) -> dict[str, object]:
-        """As written into JSON, on rank 0."""
+        """Return the values for JSON, on rank 0."""
         measured = {} if self.measured is None else {"measured": self.measured.row()}
         return self.planned.row() | measured
 
 
 def _since(before: Mapping[Key, float], now: Mapping[Key, float]) -> dict[Key, float]:
-    """What was added to each."""
+    """Return the difference of each value."""
     return {key: seconds - before.get(key, 0.0) for key, seconds in now.items()}

@@ -1,4 +1,4 @@
-"""The start of a run from the weights of another model, as [model] from asks for."""
+"""Start of a run from the weights of another model (`model.from`)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ from hpctrain.text import counted
 
 
 def start_from_source(deck: Deck, engine: Engine) -> str:
-    """Fill the weights of a new engine from what `model.from` names; in words, what was taken. Collective.
+    """Load the weights that `model.from` names into a new engine. Collective.
 
-    The optimizer stays as it is, at its beginning; new rows of a larger vocabulary keep their initial values.
-    Errors, the same on all ranks, as in `checkpoint.exchange.source.load_source`.
+    Optimizer state keeps its initial values, as do new rows of a larger vocabulary. Errors are those of
+    `checkpoint.exchange.source.load_source`, on all ranks.
+
+    Returns:
+        A sentence about the loaded weights.
     """
     assert deck.model.source is not None
     path = Path(deck.model.source)
@@ -43,7 +46,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     optimizer.publish()
     engine.stage.replica_sync.begin(optimizer)
     if deck.stability.check_parameters:
-        # Ranks of several nodes may have read other files of the same name.
+        # Nodes may have different files of the same name.
         check_replicas(engine.stage.buckets, engine.world.everyone)
     sentence = f"initialized from the weights of {path}"
     if shape.vocabulary > source.vocabulary:
@@ -88,7 +91,7 @@ def _modules_note(shape: ModelShape, source: ModelShape) -> str:
 
 
 def _start_module(path: Path, engine: Engine) -> str:
-    """The same of a module that users bring, whose parameters and buffers have the same names there."""
+    """Load parameters and buffers of a user's module by their names. Return a sentence about them."""
     buffers = training_entries(tensor for tensor in engine.stage.state() if tensor.kind == BUFFER)
     assert isinstance(engine.architecture, ModuleArchitecture)
     names = parameter_names(engine.architecture.shared_on_meta())
@@ -109,7 +112,7 @@ def _folder_view(engine: Engine) -> Callable[[TensorFolder], TensorFolder] | Non
 
 
 def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Raise HpctrainError if a checkpoint is of a model alone, or a resumed run is to start from another."""
+    """Raise HpctrainError if a checkpoint has no training state, or `overrides` set `model.from`."""
     if state.get(MODEL_ONLY):
         raise HpctrainError(
             f"{path}: holds only a model, no training state to resume; start a run from it with "
@@ -124,8 +127,8 @@ def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequ
             )
 
 
-def left_bias(deck: Deck, before: Deck, path: Path) -> str:
-    """In words, that routers chose by biases which a run that goes on does without; empty where none did."""
+def dropped_bias_note(deck: Deck, before: Deck, path: Path) -> str:
+    """Return a sentence if a resumed run drops the router biases of its checkpoint; "" otherwise."""
     old, new = before.model.experts, deck.model.experts
     if old is None or new is None or old.balance != "bias" or new.balance == "bias":
         return ""

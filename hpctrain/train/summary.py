@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step and after its last one."""
+"""Lines about a run before its first step and after its last one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def introduction(
         lines.append(f"tensors are allocated by malloc, which needs more memory: {world.malloc_reason}")
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
-    lines += _sums(deck, engine) + _meetings(deck, engine) + _gathers(engine)
+    lines += _compression_lines(deck, engine) + _replica_lines(deck, engine) + _gathers(engine)
     lines += describe_recompute(
         deck, architecture, engine.stage.models, engine.schedule, mesh.coordinate("pipeline")
     )
@@ -114,13 +114,13 @@ def _material(corpus: Corpus, deck: Deck) -> str:
         return describe_training_data(corpus.trained)
     assert corpus.dataset is not None
     held_out = corpus.validation.source.count if corpus.validation is not None else 0
-    apart = f", {format_count(held_out)} of them held out" if held_out else ""
+    held_out_text = f", {format_count(held_out)} of them held out" if held_out else ""
     by = f", loaded by {counted(deck.data.workers, 'process')} per rank" if deck.data.workers else ""
-    return f"{corpus.dataset.title}: {counted(corpus.dataset.count, 'sample')}{apart}{by}"
+    return f"{corpus.dataset.title}: {counted(corpus.dataset.count, 'sample')}{held_out_text}{by}"
 
 
-def _sums(deck: Deck, engine: Engine) -> list[str]:
-    """How gradients are summed where that is in fewer bits, or was to be and is not."""
+def _compression_lines(deck: Deck, engine: Engine) -> list[str]:
+    """Return a line about compressed reductions of gradients, or why they have no effect, if any."""
     keys, sharding = deck.communication, engine.stage.buckets[0].sharding
     if keys.compress == "none":
         return []
@@ -142,8 +142,8 @@ def _sums(deck: Deck, engine: Engine) -> list[str]:
     return [f"gradients are reduced over {among} with {keys.compress}{after}"]
 
 
-def _meetings(deck: Deck, engine: Engine) -> list[str]:
-    """When replicas meet, and which steps are after that."""
+def _replica_lines(deck: Deck, engine: Engine) -> list[str]:
+    """Return a line about the synchronization of replicas, if there are any."""
     keys, replicas = deck.layout.local_steps, engine.stage.replica[1]
     if replicas == 1 or keys is None:
         return []

@@ -36,20 +36,20 @@ def values(engine: Engine, state: TrainState) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_changed_is_told_and_put_right(engine: Engine, name: str) -> None:
+def test_what_changed_is_told_and_restore_changed(engine: Engine, name: str) -> None:
     state = TrainState(step=7, samples=56, tokens=900, skipped=1)
     engine.stage.optimizer.updates, engine.control.loss_scale.good_steps = 6, 3
     counters = Counters(engine, state)
-    assert counters.put_right() == [] and counters.step == 0  # nothing is known yet
+    assert counters.restore_changed() == [] and counters.step == 0  # nothing is known yet
     assert counters.take() == [] and counters.step == 8
     before = values(engine, state)
     assert before["loss_scale"] == 65536.0 and len({*map(str, before.values())}) == len(ALL)
     home, own = place(engine, state, name)
     setattr(home, own, getattr(home, own) + 4096)
-    (fault,) = counters.put_right()
+    (fault,) = counters.restore_changed()
     assert (fault.kind, fault.name, fault.ranks) == ("memory", name, (0,))
     assert values(engine, state) == before
-    assert counters.put_right() == []
+    assert counters.restore_changed() == []
 
 
 def test_a_step_that_is_counted_wrong_is_counted_right(engine: Engine) -> None:
@@ -61,7 +61,7 @@ def test_a_step_that_is_counted_wrong_is_counted_right(engine: Engine) -> None:
     (fault,) = counters.take()
     assert fault.name == "step"
     assert asdict(state) == {"step": 2, "samples": 16, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
-    assert counters.step == 3 and counters.put_right() == []
+    assert counters.step == 3 and counters.restore_changed() == []
 
 
 def test_what_something_else_changes_is_no_fault(engine: Engine) -> None:
@@ -71,4 +71,4 @@ def test_what_something_else_changes_is_no_fault(engine: Engine) -> None:
     counters.take()
     counters.forget()
     state.step = 2
-    assert counters.put_right() == [] and counters.take() == [] and counters.step == 3
+    assert counters.restore_changed() == [] and counters.take() == [] and counters.step == 3
