@@ -1,4 +1,4 @@
-"""`hpctrain check`: whether a layout computes what one rank does, tensor by tensor, without training."""
+"""The layout check as a verb (`hpctrain check`): a comparison of a layout with one rank, without training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted, fitted
 from hpctrain.train.automatic_layout import choose_layout
 from hpctrain.train.layout_difference import TOLERANCE, LayoutDifference
-from hpctrain.train.layout_verification import compare_miniature, is_state
+from hpctrain.train.layout_verification import compare_scaled_down, is_state
 from hpctrain.train.module_probe import ProbeFinding
 from hpctrain.train.startup import read_deck_on_all_ranks
 from hpctrain.units import format_seconds
 
-_MOST = 20
-"""Of differences that are told."""
+_MAX_LINES = 20
+"""Largest number of differences that are printed."""
 
 _KINDS = (
     "initial parameters",
@@ -40,42 +40,50 @@ _KINDS = (
 
 
 def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Callable[[str], None]) -> int:
-    """Compare two steps of a deck in miniature on these ranks with those of one, and `show` on rank 0 what
-    came of it; the exit code, 1 where a tensor differs. Collective.
+    """Compare two steps of a scaled-down deck on these ranks with those of one rank. Collective.
+
+    Args:
+        world: The world.
+        source: Path of the deck, or a deck that a script has made.
+        overrides: `--set` arguments.
+        show: Prints the result, on rank 0.
+
+    Returns:
+        The exit code; 1 if a tensor differs.
     """
-    began = perf_counter()
+    start_time = perf_counter()
     world.ledger.activity = "reading the deck"
     deck = read_deck_on_all_ranks(world, source, overrides, world.size)
     world.hang.set_limit(deck.stability.hang_seconds)
-    deck, chose = choose_layout(world, deck)
+    deck, layout_note = choose_layout(world, deck)
     world.ledger.activity = "comparing the layout with one rank"
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
-    # What a module calls on a rank is its own to say: where ranks differ, this has a name instead of no end.
+    # A module may make other calls on other ranks. The check of calls reports that instead of a hang.
     world.compare_calls(deck.communication.check or deck.model.module is not None)
     deck = choose_functions(deck, world)
     mesh = make_mesh(deck, world)
     try:
-        small, noticed, found = compare_miniature(deck, world, mesh)
+        small, findings, found = compare_scaled_down(deck, world, mesh)
     except MismatchError as error:
         if deck.model.module is None:
             raise
         likely = "likely code of the module that goes another way on other ranks, as a block that is left out"
         raise MismatchError(f"{'; '.join(error.problems)}: {likely}") from error
     if world.rank == 0:
-        lines = _told(deck, small, noticed, found, world.size, began)
-        show("\n".join([*([chose] if chose else []), *lines]))
-    fails = [*(each.fails for each in noticed), *(each.fails for each in found)]
+        lines = _result_lines(deck, small, findings, found, world.size, start_time)
+        show("\n".join([*([layout_note] if layout_note else []), *lines]))
+    fails = [*(each.fails for each in findings), *(each.fails for each in found)]
     return EXIT_DIFFERENT if any(fails) else EXIT_DONE
 
 
-def _told(
+def _result_lines(
     deck: Deck,
     small: Deck,
-    noticed: Sequence[ProbeFinding],
+    findings: Sequence[ProbeFinding],
     found: Sequence[LayoutDifference],
     ranks: int,
-    began: float,
+    start_time: float,
 ) -> list[str]:
     layout = deck.layout
     sizes = {name: getattr(layout, name) for name in ("pipeline", "context", "tensor")}
@@ -88,19 +96,19 @@ def _told(
         if some
     ]
     failing = [each for each in found if each.fails]
-    shown = _telling(failing)[:_MOST]
+    selected = _select_differences(failing)[:_MAX_LINES]
     lines = [
         f"{deck.run.title}: {counted(ranks, 'rank')} ({axes}), layout.zero = {layout.zero}",
-        _beside(small),
+        _describe_model(small),
         "",
         *fitted([("", "compared", "largest difference", "tensor"), *rows], (0, 3), columns()),
         "",
-        *(each.sentence for each in noticed),
-        *(f"{each}" for each in shown),
-        *([f"... and {len(failing) - len(shown)} more"] if len(failing) > len(shown) else []),
+        *(each.sentence for each in findings),
+        *(f"{each}" for each in selected),
+        *([f"... and {len(failing) - len(selected)} more"] if len(failing) > len(selected) else []),
     ]
-    took, bound = format_seconds(perf_counter() - began), f"{TOLERANCE:.0e} of their largest element"
-    if any(each.fails for each in noticed) and not failing:
+    took, bound = format_seconds(perf_counter() - start_time), f"{TOLERANCE:.0e} of their largest element"
+    if any(each.fails for each in findings) and not failing:
         lines.append(f"All {len(found)} are within {bound}, but this module has other problems ({took}).")
     elif failing:
         wrong = f"{len(failing)} of {len(found)} differ by more than {bound}"
@@ -110,9 +118,11 @@ def _told(
     return [line for each in lines for line in fit(each, columns())]
 
 
-def _telling(failing: Sequence[LayoutDifference]) -> list[LayoutDifference]:
-    """Of all that differs the first, from which most of the rest follows, and what one sum or factor
-    explains; of a tensor that differs in the first step not the second.
+def _select_differences(failing: Sequence[LayoutDifference]) -> list[LayoutDifference]:
+    """Return the most informative differences.
+
+    These are the first one, which causes most of the others, and those that a sum or a factor explains. The
+    second step is left out for a tensor that differs in the first.
     """
     later = re.compile(r" in the second step(?=$|, with)| after both steps(?=$|, with)")
     names = {each.name for each in failing}
@@ -120,8 +130,8 @@ def _telling(failing: Sequence[LayoutDifference]) -> list[LayoutDifference]:
     return [each for number, each in enumerate(new) if number == 0 or each.explained]
 
 
-def _beside(small: Deck) -> str:
-    """What is compared with what."""
+def _describe_model(small: Deck) -> str:
+    """Return a line about the model that is compared."""
     model = small.model
     if model.module is not None:
         name = model.module.rpartition("/")[2]
@@ -137,7 +147,7 @@ def _error(difference: LayoutDifference) -> float:
 
 
 def _kind(name: str) -> str:
-    """Return which of the kinds a comparison is of."""
+    """Return the kind of a compared value, from its name."""
     name = name.partition(", with ")[0]
     if name.startswith("gradient norm"):
         return "gradient norms"

@@ -1,4 +1,4 @@
-"""How far a tensor of a layout is from that of one rank, and which sum, missing or doubled, explains it."""
+"""Difference between a tensor on a layout and on one rank, and its likely cause."""
 
 from __future__ import annotations
 
@@ -18,36 +18,42 @@ _SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", 
 """Axes over which a sum may be missing or doubled, the likeliest first."""
 
 _SUMS_OF_EXPERTS = (("expert_data",), ("expert",), ("expert_tensor",))
-"""The same of experts' tensors, and after the others of what these share."""
+"""The same for tensors of experts, for which they come first; for other tensors they come last."""
 
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """How far one tensor (or the loss, or the norm) is from what is `beside` it, and what explains it, if
-    anything: that all of it is wrong by one sum, or one factor.
+    """Difference between one tensor, or a number such as the loss, and its reference.
+
+    Attributes:
+        name: Name of the tensor.
+        error: Largest difference, relative to the largest element.
+        hint: Likely cause, for messages.
+        explained: True if one missing or doubled sum, or one factor, explains the difference.
+        reference: What the tensor is compared with.
     """
 
     name: str
     error: float
     hint: str
     explained: bool = True
-    beside: str = "the one-rank run"
+    reference: str = "the one-rank run"
 
     @property
     def fails(self) -> bool:
-        """Whether rounding does not explain it."""
+        """True if the difference is larger than rounding."""
         return not self.error <= TOLERANCE
 
     def __str__(self) -> str:
         return (
-            f"{self.name} differs from {self.beside} by {self.error:.1e} of its largest element "
+            f"{self.name} differs from {self.reference} by {self.error:.1e} of its largest element "
             f"(allowed: {TOLERANCE:.0e}); {self.hint}"
         )
 
 
 def difference_of(
     name: str,
-    mine: Tensor,
+    local: Tensor,
     expected: Tensor,
     scale: float,
     world: World,
@@ -55,20 +61,20 @@ def difference_of(
     shard: Shard | None,
     sums: Literal["all", "tensor", "none"] = "all",
 ) -> LayoutDifference:
-    """Return how far this rank's piece of a tensor, or a number, is from what is expected of it. Collective.
+    """Compare a tensor, or a number, with its expected values. Collective.
 
     Args:
         name: The tensor's name.
-        mine: This rank's piece, empty where it has none.
-        expected: The same elements as one rank has them.
-        scale: What errors are relative to.
+        local: This rank's piece; empty if it has none.
+        expected: The same elements on one rank.
+        scale: Value that errors are relative to.
         world: All ranks.
         mesh: The layout.
-        shard: Where the piece lies; None of a number.
+        shard: Shard of the piece; None for a number.
         sums: The axes over which all ranks have pieces of one shape, so that a missing or doubled sum can be
             recognized: all of them, the tensor axis, or none.
     """
-    mine = mine.detach().double().cpu()
+    local = local.detach().double().cpu()
     expected, largest = expected.double(), max(scale, 1e-30)
 
     def worst(values: Tensor) -> float:
@@ -77,7 +83,7 @@ def difference_of(
         world.everyone.all_reduce(both, "max")
         return float("inf") if both[1] else float(both[0]) / largest
 
-    error = worst(mine)
+    error = worst(local)
     if error <= TOLERANCE:
         return LayoutDifference(name, error, "")
     splits = world.everyone.all_gather_object(None if shard is None else sorted(shard.split))
@@ -91,28 +97,30 @@ def difference_of(
         if group.size == 1:
             continue
         over = f"the {group.name} axis ({group.size} ranks)"
-        if worst(group.all_reduce(mine.clone())) <= explained:
-            told = f"a sum over {over} is likely missing, since it gives the expected value"
-            return LayoutDifference(name, error, f"{what}{told}")
-        if worst(mine / group.size) <= explained:
-            told = (
+        if worst(group.all_reduce(local.clone())) <= explained:
+            sentence = f"a sum over {over} is likely missing, since it gives the expected value"
+            return LayoutDifference(name, error, f"{what}{sentence}")
+        if worst(local / group.size) <= explained:
+            sentence = (
                 f"it is {group.size} times the expected value: a reduction over {over} is likely duplicated"
             )
-            return LayoutDifference(name, error, f"{what}{told}")
-        if worst(mine * group.size) <= explained:
-            told = f"it is {1 / group.size:.4g} times the expected value, such as after a mean over {over}"
-            return LayoutDifference(name, error, f"{what}{told}")
-    # Of one number there is always a factor.
+            return LayoutDifference(name, error, f"{what}{sentence}")
+        if worst(local * group.size) <= explained:
+            sentence = (
+                f"it is {1 / group.size:.4g} times the expected value, such as after a mean over {over}"
+            )
+            return LayoutDifference(name, error, f"{what}{sentence}")
+    # A single number always differs by a factor.
     several = bool(world.everyone.all_reduce(torch.tensor(expected.numel()), "max") > 1)
-    factor = _factor(mine, expected, world)
-    if several and worst(mine / factor) <= explained:
+    factor = _factor(local, expected, world)
+    if several and worst(local / factor) <= explained:
         return LayoutDifference(name, error, f"{what}it is {factor:.4g} times the expected value")
     none = f"{what}no single missing or duplicate reduction explains it"
     return LayoutDifference(name, error, none, explained=False)
 
 
-def _factor(mine: Tensor, expected: Tensor, world: World) -> float:
+def _factor(local: Tensor, expected: Tensor, world: World) -> float:
     """By which all of a tensor is multiplied, if it is, of what all ranks have of it: by least squares."""
-    sums = torch.stack(((mine * expected).sum(), expected.square().sum()))
+    sums = torch.stack(((local * expected).sum(), expected.square().sum()))
     products, squares = world.everyone.all_reduce(sums.nan_to_num()).tolist()
     return products / squares if products and squares else 1.0

@@ -1,23 +1,26 @@
-"""`verify_layout`: two tiny steps on the run's layout and on one rank, compared tensor by tensor.
+"""Layout check: two small steps on a layout and on one rank, compared tensor by tensor.
 
-A step has three micro-batches or more, and one more than there are pipeline stages; one of them has a row
-less than the others, and no two have as many targets. The first step's rotary positions are the first ones,
-the second step's lie up to the end of the deck's sequence. What optimizer, routers and products keep is
-compared after both steps. Three kinds of decks have more compared. Compressed sums of gradients, whose
-residual is kept, are compared in a third step: sum and residual together are the exact sum. Products in
-8 bits are compared in steps of their own, in which all else is in fp64, and so are their scales, unless these
-are of blocks: another power of two often gives the same numbers in a small model. Replicas that make steps by
-themselves are compared in steps of plain gradient descent with an outer step after each.
+The model is a small version of the deck's (see `train/scaled_down_deck.py`): the same family, layout, dropout
+and number of heads, with small heads, two layers and a short sequence. It computes in fp32, so that any rank
+can compute it alone and rounding errors are tiny. A user's module computes in fp64, and in the first step it
+is also compared with its own code in plain PyTorch. No two tensors have the same values, so that a swapped
+tensor shows.
 
-The model is the deck's in miniature: the same family, heads, layout and dropout, with small heads, two
-layers and a short sequence, in fp32, so that any rank can compute it alone and rounding explains next
-to nothing. A module that users bring is in double precision, and in the first step compared with what its
-own code alone computes, in plain torch. No two tensors are alike, so that none can stand in for another
-unnoticed. The steps are the run's own: the first one with what watches it, the second one with what was
-learned in the first, as the order in which parameters are gathered. Updates are clipped and decayed. Their
-epsilon is of the size of the gradients: rounding stays what it is, and what an optimizer divides by counts.
-Replicas that make steps by themselves sum gradients in these, as in `communication.warmup`: then each of them
-is to have what one rank has.
+A step has at least three micro-batches, and one more than there are pipeline stages. One of them has a row
+less than the others, and no two have the same number of targets. The first step uses the first rotary
+positions, the second step positions up to the end of the deck's sequence. The steps are those of a run: the
+second one uses what the first one has recorded, such as the order in which parameters are gathered. Updates
+are clipped and decayed. The epsilon of the optimizer is as large as the gradients, so that rounding errors do
+not grow but a wrong second moment shows. State of optimizer, routers and products is compared after both
+steps.
+
+Some decks need further steps:
+
+- With error feedback, reduced gradients are compared in a third step: sum and residuals are the exact sum.
+- Products in 8 bits are compared in steps of their own, with everything else in fp64. Their scales are
+  compared as well, except those of blocks, since other powers of two often give the same numbers.
+- Replicas with local steps reduce their gradients in the first steps, as in `communication.warmup`. They are
+  compared again in steps of plain gradient descent with an outer step after each.
 """
 
 from __future__ import annotations
@@ -53,19 +56,20 @@ from hpctrain.train.hook import Hook
 from hpctrain.train.layout_difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.layout_state import StatePiece, residuals, spread_positions, state_pieces
 from hpctrain.train.module_probe import ProbeFinding, probe, shared_memory
-from hpctrain.train.outputs import in_order_of, outputs_of
+from hpctrain.train.outputs import match_calls, outputs_of
 from hpctrain.train.plain_torch_step import bare_module, call_in, losses_of, plain_module, plain_step
 from hpctrain.train.scaled_down_deck import (
     MICRO_SIZE,
     batch_of,
     has_residuals,
-    miniature_of,
+    scale_down,
     with_fp8_products,
     with_outer_steps,
 )
 from hpctrain.train.trainer import Trainer
 
-_WATCHED = 4  # data ranks whose outputs are compared
+_WATCHED = 4
+"""Number of data ranks whose outputs are compared."""
 
 _DOCUMENTS = 0.2  # share of tokens that end a document, where these are masked
 _PADDING = 0.2  # share of sequences that is padding, where conversations fill them
@@ -88,7 +92,7 @@ class LayoutError(HpctrainError):
 
 
 def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
-    """Trainer of a miniature deck, on random tokens of which some are masked, or on its dataset."""
+    """Return the trainer of a scaled-down deck, on random tokens or on its dataset."""
     engine = build_engine(deck, world, mesh, noise_std=NOISE_STD)
     if deck.data.dataset is not None:
         return Trainer(deck, engine, Batches(DatasetSource(dataset_of(deck), 0.0, "train"), deck.run.seed))
@@ -108,14 +112,14 @@ def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
 def compare(
     deck: Deck, world: World, mesh: Mesh, longest: int = 0, one_rank: Deck | None = None
 ) -> list[LayoutDifference]:
-    """Compare the first two steps of a miniature deck on this layout with those of one rank. Collective.
+    """Compare the first two steps of a scaled-down deck on this layout with those of one rank. Collective.
 
     Args:
-        deck: The miniature.
+        deck: The scaled-down deck.
         world: All ranks.
         mesh: The layout.
         longest: Length of the sequences near whose end rotary positions of the second step lie; 0: as short
-            as the miniature's.
+            as the deck's.
         one_rank: The deck of one rank, where that is not `deck` without its layout.
 
     Returns:
@@ -126,22 +130,26 @@ def compare(
     batch = {"global_size": batch_of(deck, mesh)}
     deck = deck.with_keys(batch=batch)
     expected: dict[str, _Computed] = {}
-    beside: dict[str, str] = {}
+    references: dict[str, str] = {}
     if world.rank == 0:
         only = world.single_rank_world()
         plain = on_one_rank(deck if one_rank is None else one_rank.with_keys(batch=batch))
         whole = tiny_trainer(plain.with_keys(memory={"recompute": "none"}), only, Mesh(only, {}))
-        outputs, own = _of_own_code(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
+        outputs, own = (
+            _first_step_by_own_code(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
+        )
         on_one = _compute(whole, longest)
         for name, each in on_one.items():
             expected |= outputs if name == "loss" else {}
             expected[name] = own.get(name, each)
-        beside = {name: _beside(expected[name], on_one.get(name)) for name in (*outputs, *own)}
+        references = {
+            name: _describe_reference(expected[name], on_one.get(name)) for name in (*outputs, *own)
+        }
     trainer = tiny_trainer(deck, world, mesh)
     computed = _compute(trainer, longest)
     described: dict[str, _Description] = world.everyone.broadcast_object(
         {
-            name: _Description.of(each, _scale(name, expected), beside.get(name))
+            name: _Description.of(each, _scale(name, expected), references.get(name))
             for name, each in expected.items()
         }
     )
@@ -153,37 +161,44 @@ def compare(
     for name in comparable:
         description = described[name]
         shared = description.share(expected[name].values if world.rank == 0 else None, world)
-        mine = computed.get(name, nothing)
-        if mine.cut:
+        local = computed.get(name, nothing)
+        if local.cut:
             number = mesh.coordinate("tensor")
-            given = [each.chunk(pieces, 1)[number] for each in _apart(shared, shapes[name])]
+            given = [each.chunk(pieces, 1)[number] for each in _split_calls(shared, shapes[name])]
             shared = torch.cat([each.reshape(-1) for each in given])
-        elif len(mine.calls) > 1:
-            wanted, given = _apart(shared, shapes[name]), _apart(mine.values, mine.calls)
-            mine = mine._replace(values=torch.cat([each.reshape(-1) for each in in_order_of(wanted, given)]))
-        if mine.shards:
-            shared = shared.view(mine.shards[0].shape)
-            spans = mine.spans or (slice(None),) * len(mine.shards)
-            pieces_of = zip(mine.shards, spans, strict=True)
+        elif len(local.calls) > 1:
+            wanted, given = _split_calls(shared, shapes[name]), _split_calls(local.values, local.calls)
+            local = local._replace(
+                values=torch.cat([each.reshape(-1) for each in match_calls(wanted, given)])
+            )
+        if local.shards:
+            shared = shared.view(local.shards[0].shape)
+            spans = local.spans or (slice(None),) * len(local.shards)
+            pieces_of = zip(local.shards, spans, strict=True)
             shared = torch.cat([shard.take(shared).reshape(-1)[span] for shard, span in pieces_of])
         elif name not in computed:
             shared = torch.empty(0)
-        shard = mine.shards[0] if mine.shards else None
+        shard = local.shards[0] if local.shards else None
         sums = _sums_of(name)
-        found = difference_of(name, mine.values, shared, description.scale, world, mesh, shard, sums)
-        differences.append(replace(found, beside=description.reference or found.beside))
+        difference = difference_of(name, local.values, shared, description.scale, world, mesh, shard, sums)
+        differences.append(replace(difference, reference=description.reference or difference.reference))
     trainer.engine.close()
     return differences
 
 
-def compare_miniature(
+def compare_scaled_down(
     deck: Deck, world: World, mesh: Mesh
 ) -> tuple[Deck, list[ProbeFinding], list[LayoutDifference]]:
-    """The miniature of a deck, and what `probe_module` and `compare` find of it. Collective; errors as in
-    `miniature_of`.
+    """Scale a deck down, and check it with `probe_module` and `compare`. Collective.
+
+    Returns:
+        The scaled-down deck, the findings about its module, and the differences.
+
+    Raises:
+        HpctrainError: The deck cannot be scaled down (see `scale_down`).
     """
     with world.agreement():
-        small = miniature_of(deck, mesh)
+        small = scale_down(deck, mesh)
     longest = deck.batch.sequence
     found = compare(small, world, mesh, longest)
     if deck.precision.compute == "fp8" and deck.model.module is None:
@@ -197,8 +212,9 @@ def compare_miniature(
 
 
 def probe_module(small: Deck, world: World) -> list[ProbeFinding]:
-    """What is found of the module of a miniature by itself, on rank 0, the same list on all ranks; of our own
-    families nothing. Collective.
+    """Probe the user's module of a scaled-down deck on rank 0. Return the findings on all ranks. Collective.
+
+    There are none for the built-in families.
     """
     found: list[ProbeFinding] = []
     with world.agreement():
@@ -215,10 +231,14 @@ def probe_module(small: Deck, world: World) -> list[ProbeFinding]:
 
 
 def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
-    """Compare and raise LayoutError on all ranks at the first tensor that differs, or HpctrainError for what
-    a module does that no layout goes with; else a sentence. Errors as of `compare_miniature`.
+    """Run the layout check before a run. Return a sentence about it. Collective.
+
+    Raises:
+        LayoutError: A tensor differs; raised on all ranks.
+        HpctrainError: A user's module does something that no layout supports, or the deck cannot be scaled
+            down; raised on all ranks.
     """
-    _, noticed, differences = compare_miniature(deck, world, mesh)
+    _, noticed, differences = compare_scaled_down(deck, world, mesh)
     if wrong := [f"layout check: {each.sentence}" for each in noticed if each.fails]:
         raise HpctrainError(wrong)
     for difference in differences:
@@ -248,9 +268,14 @@ def _sums_of(name: str) -> Literal["all", "tensor", "none"]:
 
 
 class _Computed(NamedTuple):
-    """What all ranks have, or this rank's pieces of a tensor behind each other; of what a part gives the
-    shapes in its calls, and whether these are pieces of the sequence. `spans` are the elements of the local
-    piece of each shard, if not all of them.
+    """Value that a step has computed.
+
+    Attributes:
+        values: The value, or the flat pieces of this rank one after the other.
+        shards: Shards of the pieces; empty for values that all ranks have.
+        spans: Elements of the local piece of each shard, if not all of them.
+        calls: Shapes of a module's output in each of its calls.
+        cut: True if outputs are pieces of the sequence.
     """
 
     values: Tensor
@@ -321,7 +346,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
         results[f"gradient norm{step}"] = _number(result.grad_norm)
     if engine.stage.replica_sync.common_model_differs and trainer.deck.communication.warmup == 0:
-        # Each replica has gradients of its own.
+        # Each replica has other gradients.
         results = {name: each for name, each in results.items() if not name.startswith("gradient")}
     results |= parameters(_AT_THE_END) | _state(engine, trainer.deck.communication.warmup == 0)
     if has_residuals(trainer.deck):
@@ -347,7 +372,7 @@ def _number(value: float) -> _Computed:
 
 
 def _state(engine: Engine, outer: bool) -> dict[str, _Computed]:
-    """Return this rank's pieces of all state beside parameters, by name; with that of the `outer` model."""
+    """Return this rank's pieces of all state except parameters, by name (`outer`: of outer steps)."""
     found: dict[str, list[StatePiece]] = {}
     for each in state_pieces(engine, outer):
         found.setdefault(f"{each.name}{_AT_THE_END}", []).append(each)
@@ -362,7 +387,7 @@ def _state(engine: Engine, outer: bool) -> dict[str, _Computed]:
 
 
 def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) -> dict[str, _Computed]:
-    """Pieces of tensors, of which a rank may have several, by their tensor's name with `around`."""
+    """Return the pieces of tensors by name, with a prefix and a suffix in `around`."""
     found: dict[str, list[tuple[Shard, Tensor]]] = {}
     for shard, piece in pieces:
         found.setdefault(f"{around[0]}{shard.name}{around[1]}", []).append((shard, piece.reshape(-1).clone()))
@@ -375,17 +400,17 @@ def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) ->
 def _comparable(
     computed: dict[str, _Computed], shapes: Mapping[str, tuple[torch.Size, ...]], world: World, pieces: int
 ) -> Sequence[str]:
-    """Return the names of what is expected in some `shapes` and any rank has computed. Collective.
+    """Return the names of expected values that any rank has computed. Collective.
 
-    What a part gives in another shape, as of some heads, or in other calls, as those of a rank's experts, is
-    taken out of what this rank has, but for so many equal pieces of sequences [b, s, h]. State that ranks
-    have of their own, as the residual of a sum, is taken out too: one rank has another number of these.
+    Values that cannot be compared are removed from `computed`: outputs with other shapes or calls than
+    expected, such as those of some heads or of local experts, and state that each rank has separately, such
+    as the residual of a reduction. Outputs that are one of `pieces` equal parts of sequences [b, s, h] stay.
     """
 
-    def is_cut(own: Sequence[torch.Size], whole: Sequence[torch.Size]) -> bool:
-        return len(own) == len(whole) and all(
+    def is_cut(local: Sequence[torch.Size], expected: Sequence[torch.Size]) -> bool:
+        return len(local) == len(expected) and all(
             len(a) == len(b) == 3 and b == (a[0], pieces * a[1], a[2])
-            for a, b in zip(own, whole, strict=True)
+            for a, b in zip(local, expected, strict=True)
         )
 
     for name, each in list(computed.items()):
@@ -400,9 +425,13 @@ def _comparable(
     return [name for name in shapes if name in known]
 
 
-def _of_own_code(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed], dict[str, _Computed]]:
-    """What is to be of the first step by a module's own code alone: what its parts give for the first
-    micro-batches of the first of so many data ranks; loss and gradients.
+def _first_step_by_own_code(
+    trainer: Trainer, ranks: int
+) -> tuple[dict[str, _Computed], dict[str, _Computed]]:
+    """Compute the first step with a module's own code alone.
+
+    Returns:
+        The outputs of its submodules for the first micro-batch of each data rank; loss and gradients.
     """
     weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
     own = plain_step(trainer, weights, min(ranks, _WATCHED))
@@ -417,8 +446,8 @@ def _of_own_code(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed], di
     return outputs, found
 
 
-def _beside(expected: _Computed, on_one_rank: _Computed | None) -> str:
-    """What something is compared with that is `expected` by a module's own code."""
+def _describe_reference(expected: _Computed, on_one_rank: _Computed | None) -> str:
+    """Return the description of a reference that a module's own code has computed."""
     own = "its own code in plain torch"
     if on_one_rank is None:
         return own
@@ -428,37 +457,37 @@ def _beside(expected: _Computed, on_one_rank: _Computed | None) -> str:
     return f"the one-rank run, and from {own}," if as_one else f"{own}, as the one-rank run does,"
 
 
-def _outputs(given: Mapping[str, Sequence[Tensor]], data: int) -> dict[str, _Computed]:
-    """What parts of a module give on a data rank, all calls behind each other."""
+def _outputs(outputs: Mapping[str, Sequence[Tensor]], data: int) -> dict[str, _Computed]:
+    """Return the outputs of submodules on a data rank, with all calls one after the other."""
     where = f" on data rank {data}" if data else ""
     return {
         f"output of {name}{where}": _Computed(
             torch.cat([each.reshape(-1) for each in calls]), calls=tuple(each.shape for each in calls)
         )
-        for name, calls in given.items()
+        for name, calls in outputs.items()
     }
 
 
-def _apart(values: Tensor, calls: Sequence[torch.Size]) -> list[Tensor]:
-    """What was given in each of several calls, of all of it."""
+def _split_calls(values: Tensor, calls: Sequence[torch.Size]) -> list[Tensor]:
+    """Split the flat output of several calls into one tensor per call."""
     pieces = values.split([shape.numel() for shape in calls])
     return [piece.view(shape) for piece, shape in zip(pieces, calls, strict=True)]
 
 
 class _SummedGradients(Hook):
-    """This rank's piece of every gradient as it was before clipping."""
+    """Hook that copies this rank's piece of every gradient before clipping."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.pieces: list[tuple[Shard, Tensor]] = []
 
     def before_update(self) -> None:
-        """Copy them."""
+        """Copy the gradients."""
         self.pieces += [(shard, piece.clone()) for shard, piece in _pieces(self.engine, gradients=True)]
 
 
 def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
-    """Shard and local piece of every parameter (or its gradient), in the order of the forward pass."""
+    """Yield shard and local piece of each parameter (or its gradient), in the order of the forward pass."""
     for bucket in engine.stage.synchronizer.buckets if gradients else engine.stage.buckets:
         flat = bucket.gather_owned(bucket.owned_gradients if gradients else bucket.owned_values)
         for segment in bucket.segments:

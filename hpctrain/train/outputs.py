@@ -1,4 +1,4 @@
-"""What parts of a module give in a forward pass, by their names: where two passes first differ."""
+"""Outputs of the submodules of a module in a forward pass, to find where two passes first differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from hpctrain.model.modules.nested_tensors import tensors_of
 
 @contextmanager
 def outputs_of(modules: Mapping[nn.Module, Callable[[], bool]]) -> Iterator[dict[str, list[Tensor]]]:
-    """The first fraction among what each submodule gives in each of its calls in its module's first forward
-    pass within, in the order in which they first end, while it is told of its module that it computes. What
-    fails within one of them is an HpctrainError with its name, too.
+    """Record the outputs of all submodules in the first forward pass of each module during the block.
+
+    Of each call, the first floating-point tensor is recorded. The submodules are in the order in which their
+    first calls end. An HpctrainError in a submodule gets its name.
+
+    Args:
+        modules: Modules, each with a function that tells whether its passes count at present.
     """
-    found: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     owners: dict[str, nn.Module] = {}
     passes = dict.fromkeys(modules, 0)
     within: list[str] = []
@@ -33,7 +37,7 @@ def outputs_of(modules: Mapping[nn.Module, Callable[[], bool]]) -> Iterator[dict
         if not in_backward():
             within.append(name)
 
-    def take(name: str, owner: nn.Module, _: nn.Module, given: Any, output: Any) -> None:  # noqa: ARG001
+    def take(name: str, owner: nn.Module, _: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
         if in_backward():
             return
         within.remove(name)
@@ -42,33 +46,35 @@ def outputs_of(modules: Mapping[nn.Module, Callable[[], bool]]) -> Iterator[dict
         if first is None or passes[owner] != 1 or not modules[owner]():
             return
         if owners.setdefault(name, owner) is owner:
-            found.setdefault(name, []).append(first.detach().clone())
+            outputs.setdefault(name, []).append(first.detach().clone())
 
     parts = [(name, each, module) for module in modules for name, each in module.named_modules() if name]
     hooks = [module.register_forward_pre_hook(begin) for module in modules]
     hooks += [each.register_forward_pre_hook(partial(enter, name)) for name, each, _ in parts]
     hooks += [each.register_forward_hook(partial(take, name, owner)) for name, each, owner in parts]
     try:
-        yield found
+        yield outputs
     except HpctrainError as error:
-        told = [f"  in submodule {within[-1]}"] if within else []
-        raise type(error)([*error.problems, *told]) from error
+        place = [f"  in submodule {within[-1]}"] if within else []
+        raise type(error)([*error.problems, *place]) from error
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def in_order_of(expected: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """What one part gives in its calls, `given` in the order of what is `expected` of as many: each time the
-    nearest of its shape that is left, as a module may call a part in an order that differs between processes.
+def match_calls(expected: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of a submodule's calls in the order of the expected outputs.
+
+    A module may call a submodule in an order that differs between processes. So each expected output gets
+    the nearest remaining output of its shape.
     """
-    left, found = list(given), []
-    for wanted in expected:
-        alike = [each for each in left if each.shape == wanted.shape]
-        nearest = min(alike, key=lambda each: _distance(each, wanted))
-        left = [each for each in left if each is not nearest]
-        found.append(nearest)
-    return found
+    remaining, matched = list(outputs), []
+    for target in expected:
+        candidates = [each for each in remaining if each.shape == target.shape]
+        nearest = min(candidates, key=lambda each: _distance(each, target))
+        remaining = [each for each in remaining if each is not nearest]
+        matched.append(nearest)
+    return matched
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -76,5 +82,5 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def in_backward() -> bool:
-    """Whether what runs is computed again, in the midst of a backward pass."""
+    """Return True if the present computation is part of a backward pass, such as recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,5 +1,7 @@
-"""A deck in miniature, to be compared with one rank: of our families a tiny model of the same form, of a
-module that users bring the one that its arguments for this make.
+"""Scaled-down decks for the layout check.
+
+A built-in family becomes a small model of the same structure. A user's module is built with the arguments of
+the table [model.miniature].
 """
 
 from __future__ import annotations
@@ -54,14 +56,14 @@ _FP8_DEVIATION = 7 / 16 / 3.75
 """Standard deviation of initial weights where products are in 8 bits.
 
 Scales are powers of two, with a step at a maximum of 448 / 1024 = 7 / 16. The maximum of a matrix of a
-miniature is about 3.75 standard deviations. So the maxima of the ranks' parts of a matrix often have other
+small model is about 3.75 standard deviations. So the maxima of the ranks' parts of a matrix often have other
 scales than the maximum of the matrix, and a missing reduction shows.
 """
 _EXPERTS, _CHOSEN = 4, 2
 _RANK = 3
 _RATE, _CLIP = 0.1, 0.1
 _EPSILON = 0.01
-"""Optimizer epsilon of a miniature, about the size of its largest gradients after clipping.
+"""Optimizer epsilon of a scaled-down deck, about the size of its largest gradients after clipping.
 
 A larger epsilon hides faults of what an optimizer divides by: with 1.0, exchanging the second moments of
 rows changes no tensor by more than the tolerance. A much smaller one turns rounding into updates.
@@ -90,8 +92,8 @@ def _smooth_rule(rule: OptimizerTable) -> tuple[str, OptimizerTable]:
     return names[type(rule)], rule.model_copy(update={"epsilon": _EPSILON})
 
 
-def miniature(deck: Deck) -> Deck:
-    """The deck with the same layout and a tiny model and batch."""
+def scale_down_family(deck: Deck) -> Deck:
+    """Return the deck of a built-in family with a small model and batch, and the same layout."""
     layout, model = deck.layout, deck.model
     layers = max(_LAYERS, layout.pipeline * layout.chunks)
     hidden = model.heads * _HEAD_SIZE
@@ -104,9 +106,9 @@ def miniature(deck: Deck) -> Deck:
             "hidden": hidden,
             "head_size": _HEAD_SIZE,
             "mlp": -(-2 * hidden // multiple) * multiple,
-            # No multiple of the tensor axis, so that the padding is compared, too.
+            # Not a multiple of the tensor axis, so that padding is compared, too.
             "vocabulary": 16 * layout.tensor + 1,
-            # Larger than usual, so that every tensor's gradient stands out from rounding.
+            # Large, so that the gradient of every tensor is well above rounding.
             "initial_std": 0.1,
             **_few_experts(deck),
             **_base(deck, hidden),
@@ -118,18 +120,18 @@ def miniature(deck: Deck) -> Deck:
         },
         batch={"sequence": 2 * layout.context * layout.tensor * 2},
     )
-    frozen = _standing(deck, small, deck.model.frozen)
+    frozen = _matching_parameters(deck, small, deck.model.frozen)
     small = small.with_keys(model={"frozen": () if frozen is None else frozen})
     if not isinstance(rule := small.optimizer.rule, MuonTable):
         return small
-    matrices = _standing(deck, small, rule.matrices)
-    if not matrices:  # all are named, or some of blocks alone for which none stands
+    matrices = _matching_parameters(deck, small, rule.matrices)
+    if not matrices:  # all are matched, or only blocks that the small model lacks
         matrices = ("*",) if matrices is None else ("blocks.*",)
     return small.with_keys(optimizer={"muon": rule.model_copy(update={"matrices": matrices})})
 
 
 def batch_of(deck: Deck, mesh: Mesh) -> int:
-    """Return the number of samples per step of a miniature: one less than its micro-batches have rows.
+    """Return the number of samples per step of a scaled-down deck: one less than its micro-batches have rows.
 
     In a pipeline there is one micro-batch more than stages, so that the pipeline is full and a stage uses the
     buffers of a finished micro-batch again. The last row of the last data rank contains no sample.
@@ -156,11 +158,11 @@ def has_residuals(deck: Deck) -> bool:
 
 
 def with_fp8_products(deck: Deck, small: Deck) -> Deck:
-    """Return the miniature with the deck's fp8 products, and all other computations in fp64.
+    """Return the scaled-down deck with the deck's fp8 products, and all other computations in fp64.
 
     In fp32, rounding depends on the layout, so that a few numbers would be quantized to other fp8 values.
     """
-    exclude = _standing(deck, small, deck.precision.fp8_exclude)
+    exclude = _matching_parameters(deck, small, deck.precision.fp8_exclude)
     return small.with_keys(
         model={"initial_std": _FP8_DEVIATION},
         precision={"compute": DOUBLE_FP8, "fp8_exclude": ("*",) if exclude is None else exclude},
@@ -169,7 +171,7 @@ def with_fp8_products(deck: Deck, small: Deck) -> Deck:
 
 
 def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
-    """Return the miniature with an outer step after each step, and an equivalent deck for one rank.
+    """Return the scaled-down deck with an outer step after each step, and an equivalent deck for one rank.
 
     With plain gradient descent, the mean of the replicas' steps equals one step with the mean gradient. An
     outer step with momentum equals a step of Nesterov momentum with the mean gradient.
@@ -190,17 +192,17 @@ def with_outer_steps(deck: Deck, small: Deck) -> tuple[Deck, Deck]:
     return replicas, replicas.with_keys(optimizer={"sgd": step}, learning_rate=rate)
 
 
-def miniature_of(deck: Deck, mesh: Mesh) -> Deck:
-    """The miniature of any deck, with its split.
+def scale_down(deck: Deck, mesh: Mesh) -> Deck:
+    """Return the scaled-down version of any deck, with its pipeline split.
 
-    HpctrainError for patterns that name parameters, where the model itself, not its miniature, refuses them,
-    and for a module that is too large to be compared.
+    Raises:
+        HpctrainError: A pattern of parameter names does not fit the model, or a module is too large.
     """
     if deck.model.module is not None:
-        return _miniature_of_module(deck)
+        return _scale_down_module(deck)
     check_patterns(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
-    small = miniature(deck)
-    return small.with_keys(layout={"split": _standing_split(deck, small.model.layers, mesh)})
+    small = scale_down_family(deck)
+    return small.with_keys(layout={"split": _matching_split(deck, small.model.layers, mesh)})
 
 
 def _smoothed(deck: Deck) -> Deck:
@@ -218,16 +220,16 @@ def _smoothed(deck: Deck) -> Deck:
         },
         memory={"activations": "keep", "activation_format": "exact"},
         stability={"check_parameters": True},
-        # Nothing is left to choose for so small matrices.
+        # Kernels need not be chosen for such small matrices.
         machine={"products": "onednn" if "onednn" in deck.machine.products else "library"},
         run={"noise_scale_steps": 0},
     )
-    # Its samples are of all tokens of its own vocabulary, not of a tokenizer's.
+    # Samples contain all tokens of the small vocabulary, not those of a tokenizer.
     return small.with_runtime_choices(replace(small.runtime_choices, tokenizer_tokens=None))
 
 
-def _miniature_of_module(deck: Deck) -> Deck:
-    """In double precision, with the arguments that are for this."""
+def _scale_down_module(deck: Deck) -> Deck:
+    """Return the deck of a user's module in fp64, with the arguments of [model.miniature]."""
     model, layout = deck.model, deck.layout
     arguments = dict(model.arguments or {}) | dict(model.miniature or {})
     sequence = min(deck.batch.sequence, _SEQUENCE * layout.tensor)
@@ -251,7 +253,7 @@ def _miniature_of_module(deck: Deck) -> Deck:
 
 
 def _base(deck: Deck, hidden: int) -> dict[str, object]:
-    """The keys of a miniature of width `hidden` that is about as many times wider than its base."""
+    """Return the base width and head size of a model of width `hidden`, with the ratios of the deck."""
     model = deck.model
     if model.base_width is None or model.base_head_size is None:
         return {}
@@ -262,9 +264,9 @@ def _base(deck: Deck, hidden: int) -> dict[str, object]:
 
 
 def _few_experts(deck: Deck) -> dict[str, object]:
-    """The keys of a miniature's mixtures: every expert rank has experts, and the router its groups of them.
+    """Return the keys of the small mixtures: every expert rank has experts, and every router group as well.
 
-    Where the deck has dense blocks too, so has the miniature.
+    There are dense blocks if the deck has some.
     """
     experts, layout = deck.model.experts, deck.layout
     if experts is None:
@@ -290,7 +292,7 @@ def _short_pattern(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def _few_adapters(deck: Deck) -> Adapters | None:
-    """Adapters of the same kinds of matrices, in whichever blocks these are, of few rows."""
+    """Return adapters of a low rank on the same kinds of matrices, in all blocks."""
     adapters = deck.model.adapters
     if adapters is None:
         return None
@@ -299,7 +301,7 @@ def _few_adapters(deck: Deck) -> Adapters | None:
 
 
 def _small_latents(deck: Deck) -> LatentTable | None:
-    """Return the sizes of latent attention of a miniature, where they differ as those of the deck do."""
+    """Return the sizes of latent attention of the small model, which differ as those of the deck do."""
     latent = deck.model.latent
     if latent is None:
         return None
@@ -311,7 +313,7 @@ def _small_latents(deck: Deck) -> LatentTable | None:
 
 
 def _few_divisors(deck: Deck) -> RopeScaling | None:
-    """Return the scaling of rotary positions with the divisors (longrope) of the heads of a miniature."""
+    """Return the scaling of rotary positions, with divisors (longrope) for the small heads."""
     scaling = deck.model.rope_scaling
     if scaling is None or scaling.kind != "longrope":
         return scaling
@@ -324,13 +326,13 @@ def _few_divisors(deck: Deck) -> RopeScaling | None:
 
 
 def _even_fraction(deck: Deck) -> float:
-    """Return the share of rotated features, or one that gives an even number of them in a miniature."""
+    """Return the share of rotated features, or one that gives an even number of them in a small model."""
     rotated = rotated_features(_HEAD_SIZE, deck.model.rotary_fraction)
     return deck.model.rotary_fraction if rotated and rotated % 2 == 0 else 0.5
 
 
 def _short_windows(deck: Deck, layers: int) -> tuple[int, ...]:
-    """Return the windows of a miniature, of which each size of the deck's has one shorter than a sequence."""
+    """Return the windows of the small model: one that is shorter than a sequence for each size."""
     windows = deck.model.windows
     sizes = sorted({window for window in windows if window})
     count = min(len(windows), layers)
@@ -338,10 +340,10 @@ def _short_windows(deck: Deck, layers: int) -> tuple[int, ...]:
     return tuple(_WINDOW + sizes.index(window) if window else 0 for window in spread)
 
 
-def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:
-    """The parameters of a miniature that stand for those of the deck which the patterns name; None for all.
+def _matching_parameters(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the parameters of the small model that correspond to matched ones; None for all.
 
-    Its first and last blocks stand for the deck's, those between for some between.
+    Its first and last blocks correspond to those of the deck, and the others to some in between.
     """
     model = bare_model(ModelShape.of(small, small.model.vocabulary or 2))
     names = [parameter.shard.name for parameter in parameter_list(model)]
@@ -354,8 +356,8 @@ def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ..
     return tuple(named) if len(named) < len(names) else None
 
 
-def _standing_split(deck: Deck, blocks: int, mesh: Mesh) -> tuple[int, ...]:
-    """Of a miniature's blocks those of each part: none where the deck's part has none, else as many."""
+def _matching_split(deck: Deck, blocks: int, mesh: Mesh) -> tuple[int, ...]:
+    """Return the number of blocks of each part: 0 if the deck's part has none, else even shares."""
     shape = ModelShape.of(deck, deck.model.vocabulary or 2)
     split = split_by_flops(deck, shape, schedule_without_search(deck, mesh.size("data")))
     some = iter(even_split(blocks, len(split) - split.count(0)))

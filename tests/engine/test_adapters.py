@@ -21,7 +21,7 @@ from hpctrain.model.construction import architecture_of
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.train.layout_verification import compare
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.deck.small_text import SMALL, problems
 from tests.engines import LLAMA, reference, small_deck, trainer
 
@@ -72,7 +72,7 @@ def test_experts_have_none_and_all_else_has(world: World, layout: str) -> None:
 
 def compared(world: World, *keys: str) -> None:
     deck = small_deck(*keys)
-    differences = compare(miniature(deck), world, make_mesh(deck, world))
+    differences = compare(scale_down_family(deck), world, make_mesh(deck, world))
     seen = {each.name.removeprefix("gradient of ") for each in differences if each.name[:8] == "gradient"}
     assert any(name.endswith("down.adapter.a") for name in seen), seen
     assert all(is_adapter(name.split()[0]) for name in seen if "." in name), seen

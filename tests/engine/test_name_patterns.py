@@ -16,7 +16,7 @@ from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.deck_references import reference_problems
 from hpctrain.train.layout_verification import verify_layout
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, small_deck, trainer
 
 FP8 = (*LLAMA, "precision.compute=fp8")
@@ -129,7 +129,7 @@ def test_a_run_tells_all_of_them(world: World) -> None:
 def test_a_miniature_without_what_patterns_name_is_no_reason_to_refuse(world: World) -> None:
     deck = small_deck(*ALL, "model.layers=5", 'optimizer.muon.matrices=["blocks.1.*"]')
     verify_layout(deck, world.single_rank_world(), Mesh(world.single_rank_world(), {}))
-    assert miniature(deck).value("optimizer.muon.matrices") == ("blocks.*",)
+    assert scale_down_family(deck).value("optimizer.muon.matrices") == ("blocks.*",)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -39,7 +39,7 @@ from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.train.layout_verification import compare
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 from tests.model import test_against_transformers as dense
 
@@ -238,7 +238,7 @@ SEQUENCE = "layout.sequence_parallel=true"
 )
 def test_two_tensor_ranks_equal_one_rank(world: World, keys: tuple[str, ...]) -> None:
     deck = small_deck("layout.tensor=2", *keys)
-    for difference in compare(miniature(deck), world, make_mesh(deck, world)):
+    for difference in compare(scale_down_family(deck), world, make_mesh(deck, world)):
         bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
         assert difference.error <= bound, difference
 

@@ -19,7 +19,7 @@ from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.layout_verification import compare
-from hpctrain.train.scaled_down_deck import miniature, with_fp8_products
+from hpctrain.train.scaled_down_deck import scale_down_family, with_fp8_products
 from tests.engines import LLAMA, small_deck, trainer
 from tests.plan.test_mixture import choose_in_turn
 
@@ -144,7 +144,7 @@ def test_first_steps_are_those_of_one_rank(world: World, name: str) -> None:
         if world.size == 1:
             continue
         deck = small_deck(*CHOICES[name], "batch.global_size=4", *layout)
-        for difference in compare(miniature(deck), world, make_mesh(deck, world)):
+        for difference in compare(scale_down_family(deck), world, make_mesh(deck, world)):
             bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
             assert difference.error <= bound, (layout, difference)
 
@@ -171,7 +171,7 @@ FURTHER: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", FURTHER)
 def test_first_steps_of_deepseek_are_those_of_one_rank(world: World, name: str) -> None:
     deck = small_deck(*DEEPSEEK, "batch.global_size=4", *FURTHER[name])
-    small = miniature(deck)
+    small = scale_down_family(deck)
     small = with_fp8_products(deck, small) if name == "fp8" else small
     for difference in compare(small, world, make_mesh(deck, world)):
         bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5

@@ -29,7 +29,7 @@ from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import parse_machine
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.layout_verification import compare
-from hpctrain.train.scaled_down_deck import miniature, with_fp8_products
+from hpctrain.train.scaled_down_deck import scale_down_family, with_fp8_products
 from hpctrain.train.step import StepResult
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 from tests.plan.test_memory_plan import held
@@ -156,7 +156,7 @@ CASES_OF_4: dict[str, tuple[str, ...]] = {
 
 def check_first_steps(world: World, deck: Deck) -> None:
     """Compare the first steps with those of one rank. Parameters begin with the same bits."""
-    small = miniature(deck)
+    small = scale_down_family(deck)
     if deck.precision.compute == "fp8":
         small = with_fp8_products(deck, small)
     for difference in compare(small, world, make_mesh(deck, world)):

@@ -27,7 +27,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.width_scaling import LEARNING_RATE_FACTORS, WidthScaling
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.layout_verification import verify_layout
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 MUP = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=2")
@@ -214,7 +214,7 @@ def test_layouts_train_the_model_of_one_rank(world: World, layout: str, family: 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_the_miniature_of_a_layout_is_as_many_times_wider(world: World) -> None:
     deck = small_deck(*MUP, "layout.zero=2", "optimizer.name=sgd")
-    small = miniature(deck)
+    small = scale_down_family(deck)
     assert WidthScaling.of(small) == WidthScaling(4.0, 2.0)
     assert "layout check passed" in verify_layout(deck, world, make_mesh(deck, world))
 

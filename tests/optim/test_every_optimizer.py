@@ -29,7 +29,7 @@ from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.layout_verification import verify_layout
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 from tests.train.test_run import contents
 
@@ -235,7 +235,7 @@ def test_updates_have_the_same_bits_in_slices_and_in_files(
 def test_a_layout_is_verified(world: World, name: str) -> None:
     """Verify with a rule with as much state, if rounding errors alone would cause steps."""
     deck = small_deck(f"optimizer.name={name}", "layout.tensor=2", "layout.sequence_parallel=true")
-    small = miniature(deck)
+    small = scale_down_family(deck)
     standing = RULES[small.optimizer.name](small), RULES[name](deck)
     for kind in (MatrixRules, AveragedRule):
         assert len({isinstance(rule, kind) for rule in standing}) == 1

@@ -15,7 +15,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.traffic_plan import plan_traffic
 from hpctrain.train.layout_verification import compare
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 from tests.plan.rehearse.test_rank_step import listening, of_each, planned, with_waits
@@ -59,7 +59,7 @@ def test_memory_and_messages_are_those_planned(world: World) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("layout", LAYOUTS[2], ids=str)
 def test_layouts_are_verified(world: World, layout: tuple[str, ...]) -> None:
-    deck = miniature(small_deck(*KEYS, *(key for key in layout if "bf16" not in key)))
+    deck = scale_down_family(small_deck(*KEYS, *(key for key in layout if "bf16" not in key)))
     assert deck.objective.kind == "reward"
     for difference in compare(deck, world, make_mesh(deck, world)):
         assert difference.error <= 1e-5, difference

@@ -26,7 +26,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.layout_verification import NOISE_STD, _pieces, compare
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from hpctrain.train.trainer import Trainer
 from tests.engines import LLAMA, by_rank_0, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
@@ -165,7 +165,7 @@ EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("layout", [("layout.context=2",), ("layout.expert=2", *EXPERTS)])
 def test_the_check_of_a_layout_has_documents(world: World, layout: tuple[str, ...]) -> None:
-    deck = miniature(small_deck(*LLAMA, *KEYS, *layout))
+    deck = scale_down_family(small_deck(*LLAMA, *KEYS, *layout))
     assert deck.data.document_mask
     for difference in compare(deck, world, make_mesh(deck, world)):
         assert difference.error <= 1e-5, difference

@@ -15,7 +15,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.train.layout_verification import compare_miniature
+from hpctrain.train.layout_verification import compare_scaled_down
 from tests.engines import LLAMA, small_deck
 from tests.train.layout_faults import FAULTS, LayoutFault, planted
 from tests.train.test_check_module import DECK, MODULES
@@ -34,7 +34,7 @@ def deck_of(keys: tuple[str, ...], module: str) -> Deck:
 def differing(world: World, deck: Deck) -> list[str]:
     """Return the sentences that the check has for a deck."""
     try:
-        _, findings, differences = compare_miniature(deck, world, make_mesh(deck, world))
+        _, findings, differences = compare_scaled_down(deck, world, make_mesh(deck, world))
     except HpctrainError as error:
         return list(error.problems)
     return [str(each) for each in (*findings, *differences) if each.fails]

@@ -24,7 +24,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.tensor import RowLinear
 from hpctrain.train.layout_verification import LayoutError, compare, verify_layout
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 FAMILIES = {"gpt2": (), "llama": LLAMA}
@@ -72,7 +72,7 @@ def test_first_step_of_every_layout_is_that_of_one_rank(world: World, family: st
         deck = deck_of(*FAMILIES[family], *layout, f"model.dropout={dropout}")
         if deck is None:
             continue
-        differences = compare(miniature(deck), world, make_mesh(deck, world))
+        differences = compare(scale_down_family(deck), world, make_mesh(deck, world))
         tried += 1
         for difference in differences:
             bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
@@ -281,7 +281,7 @@ def test_first_steps_of_every_stage_of_zero_are_those_of_one_rank(
     world: World, family: str, recompute: str, stage: int
 ) -> None:
     deck = small_deck(*FAMILIES[family], f"layout.zero={stage}", f'memory.recompute="{recompute}"')
-    for difference in compare(miniature(deck), world, make_mesh(deck, world)):
+    for difference in compare(scale_down_family(deck), world, make_mesh(deck, world)):
         bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
         assert difference.error <= bound, difference
 
@@ -304,7 +304,7 @@ def test_deep_pipelines_are_no_rounding_errors(world: World) -> None:
 )
 def test_frozen_parameters_are_those_of_the_deck(world: World, frozen: str) -> None:
     deck = small_deck("model.layers=4", "layout.tensor=2", f"model.frozen={frozen}")
-    small = miniature(deck)
+    small = scale_down_family(deck)
     assert small.model.frozen and small.model.layers == 2
     assert "agree with one rank" in verify_layout(deck, world, make_mesh(deck, world))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.train.outputs import in_order_of, outputs_of
+from hpctrain.train.outputs import match_calls, outputs_of
 
 
 class Twice(nn.Module):
@@ -37,5 +37,5 @@ def test_calls_are_compared_in_any_order() -> None:
     some = [torch.full((2,), 1.0), torch.full((2, 1), 2.0), torch.full((2,), 3.0)]
     some[2][0] = float("nan")
     mixed = [some[2], some[0] + 0.25, some[1]]
-    assert [each.tolist() for each in in_order_of(some[:2], mixed[1:])] == [[1.25] * 2, [[2.0]] * 2]
-    assert in_order_of(some, mixed)[2] is some[2]
+    assert [each.tolist() for each in match_calls(some[:2], mixed[1:])] == [[1.25] * 2, [[2.0]] * 2]
+    assert match_calls(some, mixed)[2] is some[2]

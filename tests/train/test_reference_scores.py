@@ -26,7 +26,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as evaluate_module
-from hpctrain.train.reference_scores import bring_references, with_reference
+from hpctrain.train.reference_scores import copy_references, with_reference
 from hpctrain.train.replay import engine_of
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
@@ -116,7 +116,7 @@ def test_what_is_stored_is_read_again_or_refused(world: World, tmp_path: Path) -
     assert [step.loss for step in elsewhere] == [step.loss for step in first]
     (tmp_path / "third").mkdir()
     for _ in range(2):  # what is there already stays
-        bring_references(world, tmp_path, tmp_path / "third")
+        copy_references(world, tmp_path, tmp_path / "third")
     assert [each.name for each in (tmp_path / "third").iterdir()] == [path.name]
     assert (tmp_path / "third" / path.name).read_bytes() == kept
     damaged = bytearray(kept)

@@ -20,7 +20,7 @@ from hpctrain.plan.time.measured_step import TOGETHER
 from hpctrain.plan.time.step_plan import plan_step
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.seconds import KEPT
+from hpctrain.train.seconds import MAX_RECORDS
 from tests.plan.time.test_machine_rates import FILE
 from tests.train.test_run import contents, deck_file
 
@@ -174,5 +174,5 @@ def test_what_is_kept_does_not_grow(world: World, deck_file: Path, mpi_tmp_path:
     ramp = ["batch.ramp_from=4", "batch.ramp_steps=6"]
     assert run_deck(world, deck_file, [*keys, *ramp, rates(world, mpi_tmp_path)]) == 0
     whole = sum(row["batch"] == 8 for row in read_metrics(folder / "metrics.jsonl"))
-    assert 0 < planned(folder)["measured"]["steps"] <= whole < 9 < KEPT
+    assert 0 < planned(folder)["measured"]["steps"] <= whole < 9 < MAX_RECORDS
     assert set(TOGETHER) <= set(planned(folder)["measured"]["seconds_by_cause"])

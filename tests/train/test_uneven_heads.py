@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.layout_verification import compare
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 from tests.generate.test_text_model import GREEDY, make_checkpoint, texts
 from tests.plan.test_memory_plan import expect_activations
@@ -48,7 +48,7 @@ ON_FOUR: dict[str, tuple[str, ...]] = {
 def check_steps(world: World, keys: tuple[str, ...]) -> None:
     """Compare one step of a miniature, and five steps, with those of one rank. Collective."""
     deck = small_deck(*keys)
-    for difference in compare(miniature(deck), world, make_mesh(deck, world)):
+    for difference in compare(scale_down_family(deck), world, make_mesh(deck, world)):
         bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
         assert difference.error <= bound, difference
     expected = by_rank_0(world, lambda: [(s.loss, s.grad_norm) for s in reference(world, deck).train(5)])

@@ -102,7 +102,7 @@ PLACES = {
         ("export", CHECKPOINT, "exported"),
     ),
     "check": (
-        "hpctrain.train.layout_check:compare_miniature",
+        "hpctrain.train.layout_check:compare_scaled_down",
         "comparing the layout with one rank",
         ("check", "deck.toml"),
     ),

@@ -34,7 +34,7 @@ from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.server_plan import build_role_within_memory
 from hpctrain.train.run import resume
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from hpctrain.train.stored_choices import with_stored_choices
 from tests.engine.choices.text_runs import TextRuns
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -323,7 +323,7 @@ def test_a_miniature_multiplies_in_fp32() -> None:
     for named, stands in (("fp32-onednn", "onednn"), ("fp32", "library"), ("auto", "library")):
         compute = "fp32" if named == "auto" else "bf16"
         deck = small_deck(f"machine.products={named}", f"precision.compute={compute}")
-        assert miniature(deck).machine.products == stands
+        assert scale_down_family(deck).machine.products == stands
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

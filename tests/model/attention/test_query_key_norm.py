@@ -17,7 +17,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shards import Partition
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.train.layout_verification import LayoutError, compare, verify_layout
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, alone, small_deck, trainer
 
 NORMS = {
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_autograd(kind: str, world: World) -> None:
 def test_first_steps_are_those_of_one_rank(world: World, kind: str) -> None:
     for layout in LAYOUTS.get(world.size, []):
         deck = small_deck(*NORMS[kind], *layout)
-        narrow = miniature(deck)
+        narrow = scale_down_family(deck)
         wide = narrow.with_keys(model={"head_size": 12})
         for small in (narrow, wide):
             differences = compare(small, world, make_mesh(deck, world))

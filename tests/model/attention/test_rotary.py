@@ -12,7 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.attention.rotary import Rotary, RotaryFrequencies
 from hpctrain.train.layout_verification import compare
-from hpctrain.train.scaled_down_deck import miniature
+from hpctrain.train.scaled_down_deck import scale_down_family
 from tests.engines import LLAMA, small_deck
 from tests.rope_scalings import LONGROPE_KEYS, SCALINGS, YARN_KEYS, hf_rope_parameters
 
@@ -60,7 +60,7 @@ def test_tables_have_the_attention_factor() -> None:
 def test_first_steps_are_those_of_one_rank(world: World, keys: tuple[str, ...]) -> None:
     for layout in LAYOUTS if keys is YARN_KEYS else LAYOUTS[:1]:
         deck = small_deck(*LLAMA, "model.head_size=6", *keys, *layout, "batch.global_size=4")
-        small = miniature(deck)
+        small = scale_down_family(deck)
         assert small.model.rope_scaling is not None
         for difference in compare(small, world, make_mesh(deck, world)):
             bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
