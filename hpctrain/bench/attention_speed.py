@@ -1,7 +1,7 @@
 """`hpctrain bench attention`: the speed of attention with a window, compared with full attention.
 
-Forward and backward passes take turns within one run, by compiled functions and by torch's. On CPUs their
-processor time is measured, which does not depend on other programs of the machine.
+Each round measures forward and backward passes, with compiled functions and with functions of torch. On CPUs
+it measures processor time, which does not depend on other programs of the machine.
 """
 
 from __future__ import annotations

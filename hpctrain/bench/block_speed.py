@@ -1,6 +1,6 @@
 """`hpctrain bench blocks`: the speed of the blocks of families, compared with a plain matrix product.
 
-Models of about 17M parameters, which differ only by their family, take turns with the product of their
+Models of about 17M parameters, which differ only by their family, are compared with the product of their
 largest matrix alone. The share of its speed that a family reaches shows what norms, biases, activations and
 attention cost. On CPUs processor time is measured, which does not depend on other programs of the machine.
 """
@@ -73,11 +73,11 @@ class BlocksFigures:
 
 @dataclass(frozen=True)
 class _Work:
-    """Something to measure.
+    """Computation to measure.
 
     Attributes:
-        run: Function that computes it once.
-        flops: FLOPs of this.
+        run: Function that performs it once.
+        flops: Number of its FLOPs.
         parameters: Number of parameters.
     """
 

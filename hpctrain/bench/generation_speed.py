@@ -7,7 +7,6 @@ many threads as all ranks have.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.bench.measurement import publish, time_by_turns, with_vocabulary
+from hpctrain.bench.measurement import publish, time_by_turns, wait_asleep, with_vocabulary
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.comm.group import Group
@@ -41,8 +40,6 @@ from hpctrain.text import counted, table
 
 UNCACHED_PROMPTS = 2
 """Number of prompts that are continued without a cache. All of them would take minutes."""
-
-_POLL_SECONDS = 0.02
 
 
 def bench_generate(
@@ -181,10 +178,7 @@ def _transformers_method(world: World, deck: Deck, prompts: Tensor, tokens: int)
             )
             torch.set_num_threads(deck.run.threads)
             assert texts.shape[1] == prompts.shape[1] + tokens
-        work = world.everyone.start_all_reduce(torch.zeros(1))
-        while not work.test():
-            time.sleep(_POLL_SECONDS)
-        work.wait()
+        wait_asleep(world)
 
     return generate
 

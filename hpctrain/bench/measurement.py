@@ -1,4 +1,4 @@
-"""Clocks, a default vocabulary and result files, which the benchmarks share."""
+"""Clocks, a default vocabulary, and the output of results, which the benchmarks share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hpctrain.host.device import on_host, synchronize
 from hpctrain.report.terminal import stdout_console
 
 _VOCABULARY = 320
+_POLL_SECONDS = 0.02
 
 
 def with_vocabulary(deck: Deck) -> Deck:
@@ -59,6 +60,14 @@ def time_by_turns(
             if number:
                 seconds[name].append(duration)
     return seconds
+
+
+def wait_asleep(world: World) -> None:
+    """Wait until all ranks call this, without the busy core of a barrier. Collective."""
+    work = world.everyone.start_all_reduce(torch.zeros(1))
+    while not work.test():
+        time.sleep(_POLL_SECONDS)
+    work.wait()
 
 
 def publish(world: World, lines: Sequence[str], results: object, output: Path | None) -> None:

@@ -9,14 +9,12 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import torch
-
+from hpctrain.bench.measurement import wait_asleep
 from hpctrain.bench.peers.peer_process import without_launcher
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -25,8 +23,6 @@ from hpctrain.host.mpi_library import MPI
 
 if TYPE_CHECKING:
     from hpctrain.bench.training_speed import TrainingBenchOptions
-
-_POLL_SECONDS = 0.05
 
 
 def measure_peak_memory(
@@ -56,7 +52,7 @@ def measure_peak_memory(
     with world.agreement():
         if world.rank == 0:
             peaks = {name: _run_job(world.size, path, overrides, options, name) for name in names}
-        _wait_asleep(world)
+        wait_asleep(world)
     return {
         name: (resident, node) for name, (resident, node) in world.everyone.broadcast_object(peaks).items()
     }
@@ -100,11 +96,3 @@ def launch_command(ranks: int) -> list[str]:
         raise HpctrainError("--memory: requires mpirun or mpiexec in PATH")
     flags = ["--oversubscribe", "--bind-to", "none"] if MPI.get_vendor()[0] == "Open MPI" else []
     return [launcher, *flags, "-n", str(ranks)]
-
-
-def _wait_asleep(world: World) -> None:
-    """Wait until all ranks call this, without the busy core of a barrier. Collective."""
-    work = world.everyone.start_all_reduce(torch.zeros(1))
-    while not work.test():
-        time.sleep(_POLL_SECONDS)
-    work.wait()

@@ -1,4 +1,4 @@
-"""Saving and loading of the same state by torch.distributed.checkpoint with gloo."""
+"""Training state that torch.distributed.checkpoint saves and loads with gloo."""
 
 from __future__ import annotations
 
