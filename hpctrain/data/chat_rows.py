@@ -79,7 +79,7 @@ class Preference(NamedTuple):
 class PromptRow(NamedTuple):
     """Prompt that an assistant answers, with the other keys of its row."""
 
-    asked: Conversation
+    conversation: Conversation
     other_keys: Mapping[str, Any]
 
 
@@ -91,16 +91,16 @@ def conversation_of(row: Any) -> Conversation:
     """
     row = _object(row, _FORMS)
     name = next((each for each in _LISTS if row.get(each) is not None), None)
-    asked = 0
+    first = 0
     if name is not None:
         messages = _messages(row[name], name)
     elif row.get("instruction") is not None:
-        messages = [*_history(row), _said("user", _instruction(row)), *_turn(row, "output", ASSISTANT)]
+        messages = [*_history(row), _new_message("user", _instruction(row)), *_turn(row, "output", ASSISTANT)]
     elif row.get("prompt") is not None and (answers := [a for a in _ANSWERS if row.get(a) is not None]):
         prompt = _turn(row, "prompt", "user")
         messages = [*_history(row), *prompt]
         if any(message["role"] == ASSISTANT for message in prompt):
-            asked = len(messages)  # as in TRL, only the completion is learned
+            first = len(messages)  # as in TRL, only the completion is learned
         messages += _turn(row, answers[0], ASSISTANT)
     else:
         raise HpctrainError(f"has no conversation: expected {_FORMS}{_has(row)}")
@@ -111,7 +111,7 @@ def conversation_of(row: Any) -> Conversation:
     shift = len(system)
     return Conversation(
         [*system, *messages],
-        asked + shift if asked else 0,
+        first + shift if first else 0,
         _tools(row),
         tuple(number + shift for number in unlearned),
     )
@@ -203,10 +203,10 @@ def prompt_of(row: Any) -> PromptRow:
     if messages[-1]["role"] == ASSISTANT:
         raise HpctrainError(f"has an assistant message at the end of `{name}`; expected a message to answer")
     messages, _ = _split_flags(messages)
-    asked = [*_system(row, messages), *messages]
+    messages = [*_system(row, messages), *messages]
     used = {name, "tools", *(key for key in _SYSTEM_KEYS if _system_text(row, key))}
     other_keys = {key: value for key, value in row.items() if key not in used}
-    return PromptRow(Conversation(asked, len(asked), _tools(row)), other_keys)
+    return PromptRow(Conversation(messages, len(messages), _tools(row)), other_keys)
 
 
 def _object(row: Any, forms: str) -> Mapping[str, Any]:
@@ -225,7 +225,7 @@ def _has(row: Mapping[str, Any]) -> str:
 def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
     """Return the message with the system text of the row; none if `messages` begin with one themselves."""
     text = next(filter(None, (_system_text(row, key) for key in _SYSTEM_KEYS)), "")
-    return [_said("system", text)] if text and messages[0]["role"] != "system" else []
+    return [_new_message("system", text)] if text and messages[0]["role"] != "system" else []
 
 
 def _system_text(row: Mapping[str, Any], key: str) -> str:
@@ -255,7 +255,7 @@ def _history(row: Mapping[str, Any]) -> list[Message]:
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise HpctrainError("has an entry in `history` that is not a pair of texts (question, answer)")
-        messages += [_said("user", pair[0]), _said(ASSISTANT, pair[1])]
+        messages += [_new_message("user", pair[0]), _new_message(ASSISTANT, pair[1])]
     return messages
 
 
@@ -272,7 +272,7 @@ def _turn(row: Mapping[str, Any], name: str, role: str) -> list[Message]:
     """Return the messages under a key: a list of messages, one message, or a text that `role` says."""
     value = row.get(name)
     if isinstance(value, str):
-        return [_said(role, value)]
+        return [_new_message(role, value)]
     if isinstance(value, Mapping):  # one message
         value = [value]
     if not isinstance(value, list):
@@ -280,7 +280,7 @@ def _turn(row: Mapping[str, Any], name: str, role: str) -> list[Message]:
     return _messages(value, name)
 
 
-def _said(role: str, content: str) -> Message:
+def _new_message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 

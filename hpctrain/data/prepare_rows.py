@@ -228,7 +228,7 @@ class _RowPreparation:
         try:
             if self.kind == PROMPTS:  # rewards use the other keys
                 prompt = prompt_of(row.value)
-                return _ParsedRow([TokenRequest(prompt.asked, prompt=True)], prompt.other_keys)
+                return _ParsedRow([TokenRequest(prompt.conversation, prompt=True)], prompt.other_keys)
             keys = row_keys(row.value, answers=self.kind == CHAT)
             if keys.left_out:
                 return _ParsedRow(left_out=keys.left_out)

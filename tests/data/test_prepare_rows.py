@@ -77,7 +77,7 @@ def test_a_file_is_what_its_rows_are_on_any_ranks(
         elif kind == "preferences":
             expected += [chat.conversation(each) for each in preference_of(row)[:2]]
         else:
-            expected.append(chat.prompt(prompt_of(row).asked))
+            expected.append(chat.prompt(prompt_of(row).conversation))
     assert documents(file) == [(each.ids.tolist(), each.learned.tolist()) for each in expected]
     learned = sum(int(each.learned.sum()) for each in expected)
     assert (file.kind, file.contents.rows, file.contents.learned) == (kind, 40, learned)

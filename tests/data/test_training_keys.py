@@ -176,7 +176,9 @@ def test_history_and_system_belong_to_the_conversation() -> None:
     assert (
         conversation_of({"system": "t", "messages": talk("a", "b", system="s")}).messages[0]["content"] == "s"
     )
-    assert prompt_of({"system_prompt": "s", "messages": FOUR[:1]}).asked.messages == talk("a", system="s")
+    assert prompt_of({"system_prompt": "s", "messages": FOUR[:1]}).conversation.messages == talk(
+        "a", system="s"
+    )
     assert conversation_of({"conversations": NEMO, "mask": "User"}).learned == [1]
     for history in ("a", [["a"]], [{"a": "b"}]):
         with pytest.raises(HpctrainError, match="in `history`"):
