@@ -110,6 +110,10 @@ def _sizes(
         yield "num_key_value_heads", shape.key_value_heads, shape.key_value_heads * shape.head_size
     if layer in {"query", "key", "value", "output"}:
         yield keys["heads"], shape.heads, shape.heads * shape.head_size
+        fused = (shape.heads + 2 * shape.key_value_heads) * shape.head_size
+        if files.grouped:
+            yield "num_key_value_heads", shape.key_value_heads, fused
+        yield keys["heads"], shape.heads, fused
     if "feed_forward" in dataset:
         if files.mixture is not None and shape.experts is not None:
             for name in ("count", "mlp"):
@@ -117,6 +121,7 @@ def _sizes(
                     size = getattr(shape.experts, name)
                     yield files.mixture.sizes[name][0], size, size
         yield keys["mlp"], shape.mlp, shape.mlp
+        yield keys["mlp"], shape.mlp, 2 * shape.mlp  # files that store the gate and the up projection as one
     if shape.latent is not None and "attention" in dataset:
         for name, (key, _) in files.latent.items():
             if (size := getattr(shape.latent, name, None)) is not None:

@@ -48,6 +48,18 @@ def test_the_key_of_a_wrong_size_is_named(
         ("llama", "head_dim", 16, ", where num_attention_heads = 6 and head_dim = 16"),
         ("olmo", "num_attention_heads", 2, ", where num_key_value_heads = 2 and num_attention_heads = 2"),
         ("gpt-oss", "num_attention_heads", 12, ".sinks: has shape [6], expected [12] by config.json, where"),
+        (
+            "phi3",
+            "intermediate_size",
+            40,
+            "gate_up_proj.weight: has shape [88, 36], expected [80, 36] by config.json, where inter",
+        ),
+        (
+            "phi3",
+            "num_attention_heads",
+            2,
+            ", where num_key_value_heads = 2 and num_attention_heads = 2",
+        ),
         ("gemma", "tie_word_embeddings", False, ", where tie_word_embeddings = False"),
         ("olmo-tied", "tie_word_embeddings", None, ", where tie_word_embeddings is missing and False by"),
         ("stablelm", "use_parallel_residual", True, ", where use_parallel_residual = True"),
