@@ -38,8 +38,8 @@ def test_a_rule_moves_what_belongs_to_an_element(name: str, momentum: float, num
     keys = (f"optimizer.name={name}", *([f"optimizer.momentum={momentum}"] if momentum else []))
     seconds = planned(FILE, 1, *keys)["optimizer"]
     assert seconds / planned(FILE, 1)["optimizer"] == pytest.approx((12 + 8 * numbers) / 28)
-    assert ADAMW.moved(2, 4) == 28
-    assert ADAMW.moved(2, 2) == 30
+    assert ADAMW.traffic(2, 4) == 28
+    assert ADAMW.traffic(2, 2) == 30
 
 
 def test_every_rule_is_planned() -> None:
