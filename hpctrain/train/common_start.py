@@ -1,4 +1,4 @@
-"""Where two runs still agree: the newest checkpoint of one step that both have alike, or their beginning."""
+"""Start of a comparison of two runs: the newest equal checkpoints of one step, or the start of the runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from hpctrain.train.replay import ROUNDING
 
 @dataclass(frozen=True)
 class CommonStart:
-    """The step after which both are replayed, 0 for their beginning; whether they are equal there, bit for
-    bit; the first later step whose checkpoints of both differ, and that whose recorded figures do, if any.
+    """Step after which two runs are replayed.
+
+    Attributes:
+        step: The step; 0 for the start of the runs.
+        equal: True if both runs are equal there, bit for bit.
+        stored: First later step whose checkpoints differ, if any.
+        recorded: First later step whose recorded losses or norms differ, if any.
     """
 
     step: int
@@ -31,7 +36,7 @@ class CommonStart:
 
 
 def recorded_alike(one: ComparedRun, other: ComparedRun) -> bool:
-    """Whether both were recorded on one layout, by the same versions and kernels, so that bits tell."""
+    """Return True if both runs had one layout, the same versions and kernels, so that bits are comparable."""
     told = [
         {
             (str(sorted(each.layout.items())), str(sorted(each.versions.items())), str(each.computed))
@@ -43,13 +48,13 @@ def recorded_alike(one: ComparedRun, other: ComparedRun) -> bool:
 
 
 def recorded_part(one: ComparedRun, other: ComparedRun) -> int | None:
-    """The first step whose recorded loss or norm differ: in a bit where these tell, else beyond rounding."""
+    """Return the first step whose recorded losses or norms differ by more than is expected."""
     rounding = max(ROUNDING[run.deck.precision.compute] for run in (one, other))
     return first_difference(one, other, 0.0 if recorded_alike(one, other) else rounding)
 
 
 def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
-    """HpctrainError where no replay can tell anything: other models, other tokens, nothing to begin with."""
+    """Raise HpctrainError if the runs have different models or data, or no checkpoint."""
     for run in (one, other):
         if not run.stored:
             why = f" ({run.damaged[0]})" if run.damaged else ""
@@ -84,12 +89,12 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
 
 
 def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStart:
-    """Where to begin. Collective; HpctrainError on all ranks where they agree nowhere."""
+    """Return the common start; raise HpctrainError on all ranks if there is none. Collective."""
     recorded, end = recorded_part(one, other), min(one.last, other.last)
     beyond = end if recorded is None else recorded
     steps = sorted(step for step in one.stored.keys() & other.stored.keys() if step < beyond or step == end)
     steps = [step for step in steps if recorded is None or step < recorded]
-    low, high = 0, len(steps)  # all before `low` agree, none from `high` on does
+    low, high = 0, len(steps)  # checkpoints before `low` agree, those from `high` on differ
     equal: dict[int, bool] = {}
     while low < high:
         middle = (low + high) // 2
@@ -108,7 +113,7 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
         return CommonStart(step, equal[step], later, recorded)
     if one.is_complete and other.is_complete and one.path.is_dir() and other.path.is_dir():
         for run in (one, other):
-            if 0 in run.rollbacks:  # its steps had other samples than follow from nothing
+            if 0 in run.rollbacks:  # its steps have other samples than a new run
                 raise HpctrainError(
                     f"{run.path}: returned to its beginning and skipped samples there, so that its steps "
                     "can only be replayed from checkpoints, but the runs have none in common; compare "
@@ -122,20 +127,20 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
 
 
 def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int) -> list[StepDifference]:
-    """What differs in the checkpoints of both after a step. Collective."""
+    """Compare the checkpoints of both runs after a step. Collective."""
     prints = [file_prints(world, run.stored[step], step, "start") for run in (one, other)]
     alike = recorded_alike(one, other)
     return StepComparison(Rounding.of(one.deck, other.deck), alike, alike).of(*prints)
 
 
 def file_prints(world: World, structure: CheckpointIndex, step: int, phase: str) -> StepPrints:
-    """What a checkpoint holds, as one rank that has all of it would. Collective."""
+    """Return the fingerprints of a checkpoint, as of one rank with the whole state. Collective."""
     found = file_fingerprints(structure, world.everyone)
     return StepPrints(step, [_print(phase, name, each) for name, each in found.items()])
 
 
 def of_one_rank(prints: StepPrints, phase: str) -> StepPrints:
-    """Weights and state of a phase, as one rank that has all of it would hold them."""
+    """Return the fingerprints of weights and state in a phase, as of one rank with the whole state."""
     rows = [replace(each, bits=(each.total,)) for each in prints.prints]
     return StepPrints(
         prints.step, [each for each in rows if each.phase == phase and each.name.startswith("/")]
@@ -147,7 +152,7 @@ def _print(phase: str, name: str, found: Fingerprint) -> Print:
 
 
 def _models(structure: CheckpointIndex) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model's parameters."""
+    """Return the shapes of the model's parameters."""
     before = f"/{MODEL}/"
     return {
         name.removeprefix(before): each.shape

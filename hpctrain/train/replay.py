@@ -1,7 +1,6 @@
-"""`hpctrain replay`: run on from a checkpoint and see whether the recorded losses come out again.
+"""Replay of steps after a checkpoint, to compare their losses with the recorded ones (`hpctrain replay`).
 
-Nothing is written: no checkpoint, metrics or log; what the deck keeps on a disk in place of memory lies in
-files of this process alone, which go at its end.
+No checkpoints, metrics or logs are written. Files with offloaded state are temporary.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from hpctrain.train.stored_choices import computed_by, record_of, with_stored_ch
 from hpctrain.train.trainer import MakeTrainer, make_trainer
 from hpctrain.watch.run_files import remove_replayed
 
-STEPS = 10  # replayed at most, where no number is asked for
+STEPS = 10
+"""Default of the largest number of replayed steps."""
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp8": 3e-2}
 """Relative difference of a loss that counts as rounding, by precision."""
 
@@ -53,22 +53,33 @@ def replay(
     show: Callable[[str], None],
     make: MakeTrainer = make_trainer,
 ) -> int:
-    """Run on from a checkpoint, compare every loss with the recorded one; the exit code. Collective.
+    """Replay steps after a checkpoint, and compare each loss with the recorded one. Collective.
 
-    `path` is the checkpoint, or a run folder, of which the newest checkpoint before recorded losses is taken.
+    Args:
+        world: The world.
+        path: The checkpoint, or a run folder, which stands for its newest checkpoint before recorded losses.
+        steps: Number of steps; None for up to STEPS.
+        overrides: `--set` arguments.
+        against: Metrics file or later checkpoint with the losses, if not in the run folder.
+        show: Prints lines, on rank 0.
+        make: Makes the trainer.
 
-    0 where all losses come out again: bit for bit on the ranks, layout and versions that recorded them,
-    else to rounding; 1 where they do not. HpctrainError on all ranks where there is nothing to replay.
+    Returns:
+        The exit code: 0 if all losses are equal, 1 if they differ. On the same ranks, layout and versions,
+        they must be equal bit for bit, otherwise up to rounding.
+
+    Raises:
+        HpctrainError: There is nothing to replay; raised on all ranks.
     """
     if world.everyone.broadcast_object(path.is_dir()):
         path = newest_recorded(world, path, steps, against)
     state = read_state(path, world.everyone)
     recorded = find_recorded(world, path, state, against)
     with world.agreement():
-        # A run that went on to more steps than this checkpoint knows of took another learning rate.
+        # A run that continued to more steps than in this checkpoint's deck has another learning rate.
         made = [f"run.steps={segment.steps}" for segment in recorded.segments[:1] if segment.steps]
         original = stored_deck(state, path, made)
-        # Of the noise scale nothing is told, and other ranks may not be able to measure it.
+        # The noise scale is not compared, and other ranks may not be able to measure it.
         trust = trust_of(overrides)
         deck = stored_deck(state, path, [*made, "run.noise_scale_steps=0", *overrides], trust)
         require_trusted(deck, path, trust)
@@ -108,9 +119,12 @@ def replay(
 def judge(
     rows: Sequence[tuple[RecordedLoss, float]], precision: str, reasons: Sequence[str]
 ) -> tuple[int, str]:
-    """Exit code and verdict on recorded and replayed losses.
+    """Return the exit code and a sentence about recorded and replayed losses.
 
-    `reasons` say why bits may differ; without any, they may not.
+    Args:
+        rows: Pairs of recorded and replayed losses.
+        precision: Precision of the run.
+        reasons: Reasons why bits may differ; if there are none, they must be equal.
     """
     allowed = ROUNDING[precision]
     apart = [(expected.step, difference(expected.loss, loss)) for expected, loss in rows]
@@ -136,7 +150,7 @@ def judge(
 
 
 def difference(recorded: float | None, replayed: float) -> float:
-    """Relative to the recorded loss; none of two that are not finite, infinite where one of them is not."""
+    """Return the relative difference: 0 if both losses are not finite, infinity if one of them is not."""
     if recorded is None or not isfinite(replayed):
         return 0.0 if recorded is None and not isfinite(replayed) else float("inf")
     if recorded == replayed:
@@ -154,7 +168,7 @@ def _row(expected: RecordedLoss, replayed: float) -> str:
 
 
 def refuse_other_order(deck: Deck) -> None:
-    """HpctrainError where no run makes the updates of another one."""
+    """Raise HpctrainError if the order of updates cannot be reproduced (asynchronous servers)."""
     keys = deck.communication.server
     if keys is not None and (keys.mode == "async" or (keys.mode == "stale" and keys.staleness)):
         sentence = "has an order of updates that cannot be reproduced"
@@ -175,25 +189,25 @@ def _refuse_other_samples(original: Deck, deck: Deck) -> None:
         raise HpctrainError(problems)
 
 
-def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:
-    """How many steps to replay; HpctrainError where so many, or any, are not recorded."""
+def _steps(path: Path, recorded: Recorded, requested: int | None) -> int:
+    """Return the number of steps to replay; raise HpctrainError if too few are recorded."""
     known = len(recorded.losses)
     if known == 0:
         raise HpctrainError(
             f"{path}: no loss beyond its step {recorded.step} is recorded in {recorded.source}; name a "
             "metrics.jsonl, or a later checkpoint of the same run, by --against"
         )
-    if wanted is not None and wanted > known:
+    if requested is not None and requested > known:
         raise HpctrainError(
-            f"--steps {wanted}: only {known} beyond step {recorded.step} are recorded in {recorded.source}"
+            f"--steps {requested}: only {known} beyond step {recorded.step} are recorded in {recorded.source}"
         )
-    return min(STEPS, known) if wanted is None else wanted
+    return min(STEPS, known) if requested is None else requested
 
 
 @contextmanager
 def engine_of(world: World, deck: Deck, path: Path | None, make: MakeTrainer = make_trainer) -> Iterator[Run]:
-    """The run as it goes on from the checkpoint, or begins, but out of its own folder. Collective."""
-    with _elsewhere(world) as folder:
+    """Open the run of a deck, from a checkpoint or from its start, in a temporary folder. Collective."""
+    with _temporary_folder(world) as folder:
         changed = deck.with_keys(
             run={"dir": folder, "trace": False},
             memory={"offload_dir": deck.memory.offload_dir or folder},
@@ -209,8 +223,8 @@ def engine_of(world: World, deck: Deck, path: Path | None, make: MakeTrainer = m
 
 
 @contextmanager
-def _elsewhere(world: World) -> Iterator[str]:
-    """The name of a folder that is not there yet; what a run writes to it goes in the end. Collective."""
+def _temporary_folder(world: World) -> Iterator[str]:
+    """Yield the name of a new temporary folder, which is removed at the end. Collective."""
     name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
     folder = Path(tempfile.gettempdir()) / name
     try:
@@ -223,10 +237,10 @@ def _elsewhere(world: World) -> Iterator[str]:
 def reasons_of(
     run: Run, original: Deck, deck: Deck, state: Mapping[str, Any], recorded: Recorded, count: int
 ) -> list[str]:
-    """Why the last bits may be other ones than those recorded: what differs of where they were."""
+    """Return the reasons why the last bits may differ from those of the recorded run."""
     made = [segment for segment in recorded.segments if segment.first_step <= recorded.step + count]
     made = made or history(state)[-1:]
-    if made:  # they tell the axes that were, whatever the checkpoint's own
+    if made:  # compare the layouts of these runs, not that of the checkpoint
         axes = {name: None for name in made[0].layout if name in type(deck.layout).model_fields}
         original, deck = (each.with_keys(layout=axes) for each in (original, deck))
     changed = [name for name in COMPUTED if getattr(original, name) != getattr(deck, name)]
@@ -235,7 +249,7 @@ def reasons_of(
         reasons.append("another layout")
     elif state.get("ranks") != run.world.size and not made:
         reasons.append("another number of ranks")
-    reasons += _computed_otherwise(run.trainer.engine.stage.layer_context, state, recorded, made)
+    reasons += _other_kernels(run.trainer.engine.stage.layer_context, state, recorded, made)
     reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):
@@ -244,10 +258,10 @@ def reasons_of(
     return reasons
 
 
-def _computed_otherwise(
+def _other_kernels(
     layer_context: LayerContext, state: Mapping[str, Any], recorded: Recorded, made: Sequence[HistorySegment]
 ) -> list[str]:
-    """What something else computes here than in the runs `made`, or, as the checkpoint says, before them."""
+    """Return the reasons that are other kernels than in the runs `made`, or before them."""
     here, reasons = computed_by(layer_context), []
     before = {
         "products": layer_context.products.kernels.stored_choices != (state.get("products") or {}),

@@ -1,4 +1,4 @@
-"""What came of the runs of a sweep: a row of each, and which one is best."""
+"""Results of the runs of a sweep, as a table, and the best run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ _SHARE = 0.1  # of the steps, the last ones, of whose losses the mean is told
 
 @dataclass(frozen=True)
 class VariantResult:
-    """A run: its state in a word, steps done, mean loss of the last tenth of them, the last validation loss,
-    the median of tokens/s, and the figure that is `wanted`; nan where there is none.
+    """Result of one run; NaN stands for a missing value.
+
+    Attributes:
+        variant: The run.
+        state: State of the run, such as "done".
+        step: Number of steps done.
+        loss: Mean loss of the last tenth of the steps.
+        validation: Last validation loss.
+        tokens_per_s: Median of the tokens per second.
+        selected: Value of the metric by which the best run is chosen.
     """
 
     variant: SweepVariant
@@ -33,44 +41,44 @@ class VariantResult:
     loss: float = nan
     validation: float = nan
     tokens_per_s: float = nan
-    wanted: float = nan
+    selected: float = nan
 
     @property
     def done(self) -> bool:
-        """Whether all steps of its deck are done."""
+        """True if all steps of its deck are done."""
         return self.state == "done"
 
 
-def wanted_figure(sweep: Sweep, name: str | None) -> MetricName | None:
-    """The figure of that name; HpctrainError where a run of the sweep has none."""
+def find_metric(sweep: Sweep, name: str | None) -> MetricName | None:
+    """Return the metric with a name; raise HpctrainError if a run of the sweep does not have it."""
     if name is None:
         return None
     problems: list[str] = []
-    found = MetricName()
+    metric = MetricName()
     for each in sweep.variants:
         try:
-            found = parse_metric_name(each.deck, name)
+            metric = parse_metric_name(each.deck, name)
         except HpctrainError as error:
             problems += error.problems
     if problems:
         raise HpctrainError(list(dict.fromkeys(problems)))
-    return found
+    return metric
 
 
 def results_of(
-    sweep: Sweep, codes: Mapping[str, int] | None = None, wanted: MetricName | None = None
+    sweep: Sweep, codes: Mapping[str, int] | None = None, metric: MetricName | None = None
 ) -> list[VariantResult]:
-    """The results of all runs of a sweep, as their folders tell; `codes` are those of runs that ended now."""
-    return [_result(each, {} if codes is None else codes, wanted) for each in sweep.variants]
+    """Return the results of all runs from their folders; `codes` are exit codes of ended runs."""
+    return [_result(each, {} if codes is None else codes, metric) for each in sweep.variants]
 
 
-def _result(variant: SweepVariant, codes: Mapping[str, int], wanted: MetricName | None) -> VariantResult:
+def _result(variant: SweepVariant, codes: Mapping[str, int], metric: MetricName | None) -> VariantResult:
     code = codes.get(variant.name, EXIT_DONE)
     try:
         status = read_status(variant.folder)
         columns = metrics(variant.folder)
         state, done = escaped(str(status["state"])), int(status.get("step") or 0)
-    except (HpctrainError, TypeError, ValueError):  # anybody may have written such a file
+    except (HpctrainError, TypeError, ValueError):  # the file may have been written by another program
         return VariantResult(variant, "waiting" if code in (EXIT_DONE, EXIT_AGAIN) else "failed")
     if state == "done" and done < variant.deck.run.steps:
         state = "waiting"  # for more steps than it had
@@ -78,10 +86,10 @@ def _result(variant: SweepVariant, codes: Mapping[str, int], wanted: MetricName 
         state = "failed"
     count = len(columns["step"])
     loss, figure = _mean(columns.get("loss"), max(1, round(_SHARE * count))), nan
-    if wanted is not None and wanted.evaluation_set:
-        [key] = evaluation_keys({wanted.evaluation_set: {wanted.kind: nan}})
+    if metric is not None and metric.evaluation_set:
+        [key] = evaluation_keys({metric.evaluation_set: {metric.kind: nan}})
         figure = _last(columns.get(key))
-    elif wanted is not None:
+    elif metric is not None:
         figure = loss
     return VariantResult(
         variant,
@@ -95,7 +103,7 @@ def _result(variant: SweepVariant, codes: Mapping[str, int], wanted: MetricName 
 
 
 def _mean(losses: np.ndarray | None, count: int) -> float:
-    """Of the last ones; nan where one of them was not finite."""
+    """Return the mean of the last `count` losses; NaN if one of them is not finite."""
     return nan if losses is None or not len(losses) else float(np.mean(losses[-count:]))
 
 
@@ -104,43 +112,45 @@ def _last(losses: np.ndarray | None) -> float:
     return float(known[-1]) if len(known) else nan
 
 
-def best_of(results: Sequence[VariantResult], wanted: MetricName | None = None) -> VariantResult | None:
-    """The run with the least of the figure that is wanted; without one, with the least validation loss where
-    all that are done have one, else with the least loss.
+def best_of(results: Sequence[VariantResult], metric: MetricName | None = None) -> VariantResult | None:
+    """Return the best finished run, if any.
+
+    It has the lowest value of `metric`. Without a metric, it has the lowest validation loss if all finished
+    runs have one, or else the lowest loss.
     """
     done = [each for each in results if each.done]
-    if wanted is not None:
-        known = [each for each in done if isfinite(each.wanted)]
-        return min(known, key=lambda each: each.wanted, default=None)
+    if metric is not None:
+        known = [each for each in done if isfinite(each.selected)]
+        return min(known, key=lambda each: each.selected, default=None)
     validated = bool(done) and all(isfinite(each.validation) for each in done)
     known = [each for each in done if isfinite(each.validation if validated else each.loss)]
     return min(known, key=lambda each: each.validation if validated else each.loss, default=None)
 
 
 def result_lines(
-    sweep: Sweep, results: Sequence[VariantResult], width: int | None, wanted: MetricName | None = None
+    sweep: Sweep, results: Sequence[VariantResult], width: int | None, metric: MetricName | None = None
 ) -> list[str]:
-    """The table, in the order of the command, and the best run."""
-    best = best_of(results, wanted)
-    more = wanted is not None and wanted not in _COLUMNS
-    head = (*sweep.keys, "state", "step", *([wanted.title] if wanted is not None and more else []))
+    """Return the lines of the table, in the order of the command, and the best run."""
+    best = best_of(results, metric)
+    more = metric is not None and metric not in _COLUMNS
+    head = (*sweep.keys, "state", "step", *([metric.title] if metric is not None and more else []))
     head = (*head, "loss", "validation", "tokens/s", "")
     rows = [head, *(_row(each, sweep.keys, each is best, more) for each in results)]
     left = (*range(len(sweep.keys) + 1), len(head) - 1)
     lines = fitted(rows, left, width)
     if best is not None:
         lines += ["", f"best: {best.variant.folder}"]
-    elif wanted is not None and any(each.done for each in results):
-        lines += ["", f"best: none, because no finished run has a {wanted.title}"]
+    elif metric is not None and any(each.done for each in results):
+        lines += ["", f"best: none, because no finished run has a {metric.title}"]
     return lines
 
 
 _COLUMNS = (MetricName(), MetricName(VALIDATION))
-"""Figures that the table has always."""
+"""Metrics that the table always contains."""
 
 
 def _row(result: VariantResult, keys: Sequence[str], best: bool, more: bool) -> tuple[str, ...]:
-    figures = (*([result.wanted] if more else []), result.loss, result.validation)
+    figures = (*([result.selected] if more else []), result.loss, result.validation)
     losses = (f"{each:.4f}" if isfinite(each) else "" for each in figures)
     rate = format_count(result.tokens_per_s) if isfinite(result.tokens_per_s) else ""
     step = f"{result.step}/{result.variant.deck.run.steps}"
@@ -149,9 +159,9 @@ def _row(result: VariantResult, keys: Sequence[str], best: bool, more: bool) -> 
 
 
 def swept_runs(results: Sequence[VariantResult]) -> list[SweptRun]:
-    """What a picture shows of them."""
+    """Return the runs for a picture."""
     return [
-        SweptRun(each.variant.values, each.loss, each.validation, each.wanted)
+        SweptRun(each.variant.values, each.loss, each.validation, each.selected)
         for each in results
         if each.step
     ]

@@ -1,4 +1,4 @@
-"""Runs of a sweep on this machine: some at a time, each a process of its own, of which one may fail alone."""
+"""Concurrent runs of a sweep on this machine, each in its own process, so that one may fail alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hpctrain.train.sweep.variants import SweepVariant
 
 _NAP = 0.2
 
-Told = Callable[[str], None]
+ShowLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class SweepSlot:
-    """What one run at a time has: its cores, None where it shares all; its GPUs, None where it does so."""
+    """Cores and GPUs of one run at a time; None if it shares all of them."""
 
     cores: tuple[int, ...] | None
     gpus: tuple[str, ...] | None
@@ -33,7 +33,7 @@ class SweepSlot:
 
 @dataclass
 class StopRequest:
-    """Whether runs are to stop: once in good order, twice at once."""
+    """Number of requests to stop: after one, runs stop with a checkpoint; after two, they are killed."""
 
     times: int = 0
 
@@ -43,20 +43,26 @@ class _Running:
     variant: SweepVariant
     process: subprocess.Popen[bytes]
     slot: SweepSlot
-    asked: int = field(default=0)
+    requests: int = field(default=0)
 
 
-def slots_of(
-    wanted: int | None, ranks: int, threads: int, cores: Sequence[int], gpus: Sequence[str]
+def make_slots(
+    requested: int | None, ranks: int, threads: int, cores: Sequence[int], gpus: Sequence[str]
 ) -> list[SweepSlot]:
-    """The slots of a machine for runs of so many ranks: as many as have cores of their own, and GPUs where
-    there are any, but one at the least; or as many as are `wanted`, which share cores where these do not
-    suffice.
+    """Return the slots of a machine.
+
+    Args:
+        requested: Number of slots; None for as many as have separate cores and GPUs, but at least one. Slots
+            share cores if there are too few.
+        ranks: Number of ranks of a run.
+        threads: Number of threads of a rank.
+        cores: Cores of the machine.
+        gpus: GPUs of the machine.
     """
     most = max(1, len(cores) // (ranks * threads))
     if gpus:
         most = min(most, max(1, len(gpus) // ranks))
-    count = most if wanted is None else wanted
+    count = most if requested is None else requested
     share, gpu_share = len(cores) // count, len(gpus) // count
     own = share >= ranks * threads
     return [
@@ -69,29 +75,34 @@ def slots_of(
 
 
 def train_all(
-    deck: Path, variants: Sequence[SweepVariant], ranks: int, slots: Sequence[SweepSlot], show: Told
+    deck: Path, variants: Sequence[SweepVariant], ranks: int, slots: Sequence[SweepSlot], show: ShowLine
 ) -> dict[str, int]:
-    """Train the variants, each in the next slot that is free, and go on where runs were stopped; their exit
-    codes by name, of those that ended. What they say goes to a file beside the folder of each.
+    """Train the runs, each in the next free slot. Runs that were stopped resume.
 
-    Asked to end (SIGINT, SIGTERM, SIGHUP), it has its runs stop with a checkpoint and starts no other; asked
-    again, it ends them. HpctrainError where runs of several ranks cannot be started here.
+    The output of a run is written to a file beside its folder. After SIGINT, SIGTERM or SIGHUP, runs stop
+    with a checkpoint, and no further run starts. After a second signal, they are killed.
+
+    Returns:
+        The exit codes of the runs that have ended, by name.
+
+    Raises:
+        HpctrainError: Runs of several ranks cannot be started on this machine.
     """
     words = command(ranks, os.environ)
     waiting, free = list(reversed(variants)), list(slots)
     running: list[_Running] = []
     codes: dict[str, int] = {}
-    with heeding() as asked:
+    with counting_signals() as requests:
         try:
-            while running or (waiting and not asked.times):
-                while waiting and free and not asked.times:
+            while running or (waiting and not requests.times):
+                while waiting and free and not requests.times:
                     variant, slot = waiting.pop(), free.pop()
                     running.append(_Running(variant, _start(deck, variant, words, slot), slot))
                     number = len(codes) + len(running)
                     show(f"{variant.name}: started ({number} of {len(variants)})")
                 time.sleep(_NAP)
                 for each in list(running):
-                    _ask(each, asked.times)
+                    _ask(each, requests.times)
                     code = each.process.poll()
                     if code is not None:
                         code = _outcome(each, code)
@@ -109,7 +120,7 @@ def train_all(
 
 
 def command(ranks: int, environment: Mapping[str, str]) -> list[str]:
-    """The words that start hpctrain on so many ranks of this machine."""
+    """Return the command that starts hpctrain on so many ranks of this machine."""
     own = module_command()
     if ranks == 1:
         return own
@@ -122,7 +133,7 @@ def command(ranks: int, environment: Mapping[str, str]) -> list[str]:
 
 
 def output_of(variant: SweepVariant) -> Path:
-    """The file of what a run says."""
+    """Return the file for the output of a run."""
     return variant.folder.with_name(f"{variant.name}.out")
 
 
@@ -143,13 +154,13 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # what the terminal sends is for this process, which asks them to stop
+            start_new_session=True,  # signals of the terminal go to this process only
         )
 
 
 @contextmanager
 def _on(cores: Sequence[int] | None) -> Iterator[None]:
-    """What is started meanwhile has these cores."""
+    """Start processes on these cores during the block."""
     if cores is None or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -162,15 +173,15 @@ def _on(cores: Sequence[int] | None) -> Iterator[None]:
 
 
 def _ask(each: _Running, times: int) -> None:
-    """Pass on what was asked for since: USR2, which launchers forward, has a run stop with a checkpoint."""
-    if times > each.asked:
-        each.asked = times
+    """Forward new requests to a run. After USR2, which launchers forward, it stops with a checkpoint."""
+    if times > each.requests:
+        each.requests = times
         _signal(each.process, signal.SIGUSR2 if times == 1 else signal.SIGKILL)
 
 
 def _outcome(each: _Running, code: int) -> int:
-    """The exit code; what asks a run to stop ends one that has not come to heed it yet, and loses nothing."""
-    early = each.asked == 1 and code in (-signal.SIGUSR2, 128 + signal.SIGUSR2)
+    """Return the exit code of a run. If USR2 killed it before it handled signals, it counts as stopped."""
+    early = each.requests == 1 and code in (-signal.SIGUSR2, 128 + signal.SIGUSR2)
     return EXIT_AGAIN if early else code
 
 
@@ -192,18 +203,18 @@ def _ended(variant: SweepVariant, code: int) -> str:
 
 
 @contextmanager
-def heeding() -> Iterator[StopRequest]:
-    """Count what asks this process to end meanwhile, but what its starter lets it ignore, as `nohup` does."""
-    asked = StopRequest()
+def counting_signals() -> Iterator[StopRequest]:
+    """Count the signals that ask this process to end, except ignored ones, as after `nohup`."""
+    requests = StopRequest()
 
-    def heed(_: int, __: FrameType | None) -> None:
-        asked.times += 1
+    def count(_: int, __: FrameType | None) -> None:
+        requests.times += 1
 
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heeded = [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
-    former = {number: signal.signal(number, heed) for number in heeded}
+    handled = [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, count) for number in handled}
     try:
-        yield asked
+        yield requests
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

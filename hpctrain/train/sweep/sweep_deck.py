@@ -1,4 +1,4 @@
-"""`hpctrain sweep`: train a deck with every combination of some values, here or as an array of jobs."""
+"""Training of a deck with all combinations of some values (`hpctrain sweep`), here or as jobs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hpctrain.report.terminal import columns
 from hpctrain.train.sweep.results import (
     VariantResult,
     best_of,
+    find_metric,
     result_lines,
     results_of,
     swept_runs,
-    wanted_figure,
 )
-from hpctrain.train.sweep.slots import slots_of, train_all
+from hpctrain.train.sweep.slots import make_slots, train_all
 from hpctrain.train.sweep.variants import Sweep, SweepVariant, make_sweep, record
 from hpctrain.watch.folder import running_job
 
-Told = Callable[[str], None]
+ShowLine = Callable[[str], None]
 
-_OF_MEMORY = ("model", "batch", "layout", "memory", "precision", "optimizer", "data", "communication")
-"""Sections on whose keys it depends how much a run holds."""
+_MEMORY_SECTIONS = ("model", "batch", "layout", "memory", "precision", "optimizer", "data", "communication")
+"""Sections whose keys change the memory of a run."""
 
 
 def sweep_deck(
@@ -42,12 +42,27 @@ def sweep_deck(
     picture: Path | None,
     output: Path | None,
     figure: str | None,
-    show: Told,
+    show: ShowLine,
 ) -> int:
-    """Train all runs of a sweep on this machine, but those that are done, and `show` what came of them; the
-    exit code: 0 where all are done, 1 where one failed, 75 where some were stopped. With `show_only` nothing
-    is trained, and it is 0. The best run is that with the least `figure`. HpctrainError with all that is
-    wrong with a run, before any begins.
+    """Train all runs of a sweep that are not done on this machine, and show their results.
+
+    Args:
+        path: Path of the deck.
+        arguments: `--set` arguments, with several values separated by commas.
+        ranks: Number of ranks of each run.
+        slots: Number of concurrent runs; None for as many as fit.
+        name: Name of the sweep, if any.
+        show_only: True to show the results without training.
+        picture: File for a picture, if any.
+        output: File for the results as JSON, if any.
+        figure: Metric by which the best run is chosen, if any.
+        show: Prints a line.
+
+    Returns:
+        The exit code: 0 if all runs are done, 1 if one failed, 75 if some were stopped.
+
+    Raises:
+        HpctrainError: A run of the sweep is invalid. It is raised before any run starts.
     """
     for file in (picture, output):
         if file is not None:
@@ -55,28 +70,28 @@ def sweep_deck(
     if picture is not None:
         require("matplotlib", "drawing pictures")
     sweep = make_sweep(path, arguments, ranks, name)
-    wanted = wanted_figure(sweep, figure)
+    metric = find_metric(sweep, figure)
     codes: Mapping[str, int] = {}
     if not show_only:
         refuse_ranks(os.environ)
         record(sweep)
-        left = [each.variant for each in results_of(sweep) if not each.done]
-        if len(left) < len(sweep.variants):
-            show(f"{len(sweep.variants) - len(left)} of {len(sweep.variants)} runs are done already")
-        left = without_running(left, show)
-        if left:
-            most = max(each.deck.run.threads for each in left)
-            free = slots_of(slots, ranks, most, _cores(), _gpus(left[0].deck.run.device))
-            codes = train_all(path, left, ranks, free[: len(left)], show)
-    results = results_of(sweep, codes, wanted)
-    show("\n".join(result_lines(sweep, results, columns(), wanted)))
+        remaining = [each.variant for each in results_of(sweep) if not each.done]
+        if len(remaining) < len(sweep.variants):
+            show(f"{len(sweep.variants) - len(remaining)} of {len(sweep.variants)} runs are done already")
+        remaining = without_running(remaining, show)
+        if remaining:
+            most = max(each.deck.run.threads for each in remaining)
+            free = make_slots(slots, ranks, most, _cores(), _gpus(remaining[0].deck.run.device))
+            codes = train_all(path, remaining, ranks, free[: len(remaining)], show)
+    results = results_of(sweep, codes, metric)
+    show("\n".join(result_lines(sweep, results, columns(), metric)))
     if output is not None:
-        best = best_of(results, wanted)
-        told = {"best": None if best is None else str(best.variant.folder), "figure": figure}
-        runs = [_told(each) | ({} if wanted is None else {"figure": each.wanted}) for each in results]
-        write_text(output, strict_json({**told, "runs": runs}, indent=1) + "\n")
+        best = best_of(results, metric)
+        summary = {"best": None if best is None else str(best.variant.folder), "figure": figure}
+        runs = [_result_row(each) | ({} if metric is None else {"figure": each.selected}) for each in results]
+        write_text(output, strict_json({**summary, "runs": runs}, indent=1) + "\n")
     if picture is not None:
-        words = "" if wanted is None else wanted.title
+        words = "" if metric is None else metric.title
         draw_sweep(picture, sweep.folder.name, swept_runs(results), words)
     if show_only or all(each.done for each in results):
         return EXIT_DONE
@@ -84,7 +99,7 @@ def sweep_deck(
 
 
 def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None, options: JobOptions) -> Job:
-    """The array of jobs that trains a sweep, a task of it a run, whose folders are those of `sweep_deck`."""
+    """Return the array of jobs that trains a sweep, with one task per run, in the folders of `sweep_deck`."""
     nodes = options.nodes[1]
     if ranks % nodes:
         raise HpctrainError(f"--nodes {nodes}: must divide --ranks-each {ranks}")
@@ -106,19 +121,19 @@ def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None
 
 
 def _planned(sweep: Sweep) -> Sequence[SweepVariant]:
-    """The runs whose memory is to be planned: one, where all hold as much."""
-    differ = any(key.partition(".")[0] in _OF_MEMORY for key in sweep.keys)
+    """Return the runs whose memory must be planned: only one, if all need the same."""
+    differ = any(key.partition(".")[0] in _MEMORY_SECTIONS for key in sweep.keys)
     return sweep.variants if differ else sweep.variants[:1]
 
 
 def refuse_ranks(environment: Mapping[str, str]) -> None:
-    """HpctrainError where a launcher has started this process: it starts ranks itself."""
+    """Raise HpctrainError if a launcher has started this process, since a sweep starts ranks itself."""
     launcher = launcher_name(environment)
     if launcher != "none (one process)":
         raise HpctrainError(f"sweep: starts ranks itself (--ranks-each); start it without {launcher}")
 
 
-def without_running(variants: Sequence[SweepVariant], show: Told) -> list[SweepVariant]:
+def without_running(variants: Sequence[SweepVariant], show: ShowLine) -> list[SweepVariant]:
     """Return the runs that no job trains now, and print the others, which an earlier sweep has started."""
     free = []
     for variant in variants:
@@ -136,7 +151,7 @@ def _cores() -> list[int]:
 
 
 def _gpus(device: str) -> list[str]:
-    """Names of the GPUs that runs may use, as the variable that selects among them has them."""
+    """Return the names of the GPUs that runs may use, in the form of the environment variable for them."""
     from hpctrain.host.device import GPU_SELECTORS, visible_gpus
 
     gpus = visible_gpus()
@@ -146,7 +161,7 @@ def _gpus(device: str) -> list[str]:
     return selected.split(",") if selected else [str(number) for number in range(gpus.number)]
 
 
-def _told(result: VariantResult) -> dict[str, object]:
+def _result_row(result: VariantResult) -> dict[str, object]:
     return {
         "run": str(result.variant.folder),
         "values": result.variant.values,

@@ -1,4 +1,4 @@
-"""The runs of a sweep: every combination of values of some keys, each with a name and a folder of its own."""
+"""Runs of a sweep: every combination of values of some keys, each with its own name and folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMING = ("run.title", "run.dir")
 
 @dataclass(frozen=True)
 class SweepVariant:
-    """A run of a sweep: its name, the values that are its own by key, as written, and its deck."""
+    """Run of a sweep: its name, its values by key as written, its `--set` arguments and its deck."""
 
     name: str
     values: dict[str, str]
@@ -40,12 +40,12 @@ class SweepVariant:
 
     @property
     def folder(self) -> Path:
-        """Its run's folder."""
+        """Folder of the run."""
         return Path(self.deck.run.dir)
 
     @property
     def digest(self) -> str:
-        """Of what its deck gives, but for how long it is trained: a sweep may go on with more steps."""
+        """Digest of the deck without `run.steps`, since a sweep may continue with more steps."""
         keys = {
             key: value
             for key, value in deck_keys(self.deck).items()
@@ -56,7 +56,7 @@ class SweepVariant:
 
 
 class BadValuesError(HpctrainError):
-    """What is wrong with a deck of some of the values."""
+    """Error for a deck with some of the values."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,10 @@ class Sweep:
 
 
 def split_values(argument: str) -> tuple[str, list[str]]:
-    """The key of a `--set` argument and its values, between commas that stand in no quotes or brackets.
+    """Return the key of a `--set` argument and its values, between commas outside of quotes and brackets.
 
-    HpctrainError where it is none, or a value is there twice, or empty.
+    Raises:
+        HpctrainError: The argument is invalid, or a value is empty or occurs twice.
     """
     key, equals, text = argument.partition("=")
     key = key.strip()
@@ -113,7 +114,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | None) -> Sweep:
-    """The runs of a deck for these `--set` arguments, of `ranks` each; HpctrainError with all problems."""
+    """Return the runs of a deck for `--set` arguments; raise HpctrainError for all problems."""
     given: dict[str, list[str]] = {}
     problems: list[str] = []
     for argument in arguments:
@@ -134,7 +135,7 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
     fixed = [f"{key}={values[0]}" for key, values in given.items() if len(values) == 1]
     try:
         folder, title = _place(path, [*fixed, *(f"{key}={given[key][0]}" for key in keys)], name)
-    except BadValuesError as error:  # which those of all runs are told beside
+    except BadValuesError as error:  # reported together with those of all runs
         problems += error.problems
         folder, title = Path("sweep"), "sweep"
     variants: list[SweepVariant] = []
@@ -152,14 +153,14 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
             continue
         variants.append(SweepVariant(short, own, tuple(settings), deck))
     if problems:
-        told = list(dict.fromkeys(problems))
-        more = [f"and {len(told) - _PROBLEMS} more problems"] if len(told) > _PROBLEMS else []
-        raise HpctrainError(told[:_PROBLEMS] + more)
+        unique = list(dict.fromkeys(problems))
+        more = [f"and {len(unique) - _PROBLEMS} more problems"] if len(unique) > _PROBLEMS else []
+        raise HpctrainError(unique[:_PROBLEMS] + more)
     return Sweep(folder, keys, tuple(variants))
 
 
 def _place(path: Path, settings: Sequence[str], name: str | None) -> tuple[Path, str]:
-    """The folder of the sweep, and the title of its runs; BadValuesError where the deck is wrong so."""
+    """Return the folder of the sweep and the title of its runs; raise BadValuesError for an invalid deck."""
     try:
         deck = read_deck(path, settings, None, read_source_keys)
     except InputOutputError:
@@ -174,15 +175,15 @@ def _place(path: Path, settings: Sequence[str], name: str | None) -> tuple[Path,
     return Path(deck.run.dir).parent / named, deck.run.title
 
 
-def _name(values: dict[str, str], taken: set[str]) -> str:
-    """A name for a folder that tells the values: "peak=1e-4,seed=2"."""
+def _name(values: dict[str, str], used: set[str]) -> str:
+    """Return a unique folder name with the values, such as "peak=1e-4,seed=2"."""
     last = [key.rpartition(".")[2] for key in values]
     parts = []
     for key, value in values.items():
         short = key.rpartition(".")[2]
         label = short if last.count(short) == 1 else key
-        told = re.sub(r"[^\w+.-]+", "-", value, flags=re.ASCII).strip("-.") or "value"
-        parts.append(f"{label}={told}")
+        text = re.sub(r"[^\w+.-]+", "-", value, flags=re.ASCII).strip("-.") or "value"
+        parts.append(f"{label}={text}")
     name = ",".join(parts) or "all"
     while ".." in name:
         name = name.replace("..", ".")
@@ -190,11 +191,11 @@ def _name(values: dict[str, str], taken: set[str]) -> str:
         digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
         name = f"{name[: _NAME_LENGTH - 9]}-{digest}"
     number = 2
-    found = name
-    while found in taken:
-        found, number = f"{name}-{number}", number + 1
-    taken.add(found)
-    return found
+    unique = name
+    while unique in used:
+        unique, number = f"{name}-{number}", number + 1
+    used.add(unique)
+    return unique
 
 
 def _quoted(text: str) -> str:
@@ -202,18 +203,21 @@ def _quoted(text: str) -> str:
 
 
 def record(sweep: Sweep) -> None:
-    """Write down the runs of a sweep in its folder, beside those that are there. HpctrainError where runs of
-    the same names were begun with other decks; nothing is written then.
+    """Add the runs of a sweep to the file in its folder.
+
+    Raises:
+        HpctrainError: Runs of the same names were started with other decks. Nothing is written.
     """
     known = recorded(sweep.folder)
-    others = [
+    conflicts = [
         f"{each.folder}: was started with another deck; choose another --name, or remove that run"
         for each in sweep.variants
         if known.get(each.name, each.digest) != each.digest and each.folder.exists()
     ]
-    if others:
-        more = [f"and {len(others) - _PROBLEMS} more such runs"] if len(others) > _PROBLEMS else []
-        raise HpctrainError(others[:_PROBLEMS] + more)
+    if conflicts:
+        count = len(conflicts) - _PROBLEMS
+        more = [f"and {count} more such runs"] if count > 0 else []
+        raise HpctrainError(conflicts[:_PROBLEMS] + more)
     known |= {each.name: each.digest for each in sweep.variants}
     with failing_as(f"{sweep.folder}: cannot be written"):
         sweep.folder.mkdir(parents=True, exist_ok=True)
@@ -223,15 +227,17 @@ def record(sweep: Sweep) -> None:
 
 
 def recorded(folder: Path) -> dict[str, str]:
-    """Names of the runs that were written down, with the digests of their decks. HpctrainError where what is
-    there is no sweep's.
+    """Return the digests of the decks in the file of a sweep, by name of the run.
+
+    Raises:
+        HpctrainError: The file was not written by a sweep.
     """
     path = folder / SWEEP_FILE
     if not path.exists():
         return {}
     try:
-        told: Any = parse_json(read_text(path, _SWEEP_BYTES))
-        runs = told["runs"]
+        content: Any = parse_json(read_text(path, _SWEEP_BYTES))
+        runs = content["runs"]
         if not all(isinstance(digest, str) for digest in runs.values()):
             raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -18,7 +18,7 @@ import pytest
 from hpctrain.report.metric_rows import METRICS_FILE
 from hpctrain.train.sweep import slots
 from hpctrain.train.sweep.results import results_of
-from hpctrain.train.sweep.slots import slots_of, train_all
+from hpctrain.train.sweep.slots import make_slots, train_all
 from hpctrain.train.sweep.variants import Sweep, make_sweep
 from hpctrain.watch.status import STATUS_FILE
 from tests.train.sweep.test_sweep_deck import DECK
@@ -57,7 +57,7 @@ def trained(
     asking.start()
     try:
         return train_all(
-            Path("deck.toml"), sweep.variants, 1, slots_of(count, 1, 1, range(2), []), told.append
+            Path("deck.toml"), sweep.variants, 1, make_slots(count, 1, 1, range(2), []), told.append
         ), told
     finally:
         over.set()

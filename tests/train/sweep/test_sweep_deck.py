@@ -26,8 +26,8 @@ from hpctrain.job.job_options import JobOptions
 from hpctrain.job.script import render_script
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.report.swept import SweptRun, picture
-from hpctrain.train.sweep.results import VariantResult, best_of, result_lines, swept_runs, wanted_figure
-from hpctrain.train.sweep.slots import slots_of
+from hpctrain.train.sweep.results import VariantResult, best_of, find_metric, result_lines, swept_runs
+from hpctrain.train.sweep.slots import make_slots
 from hpctrain.train.sweep.sweep_deck import sweep_job, without_running
 from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
 from hpctrain.watch.folder import take_folder
@@ -142,12 +142,12 @@ def test_a_sweep_is_written_down_and_guards_its_runs(deck: Path) -> None:
 
 def test_slots_have_cores_and_gpus_of_their_own() -> None:
     cores = range(8)
-    assert [slot.cores for slot in slots_of(None, 2, 2, cores, [])] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [slot.cores for slot in slots_of(None, 3, 1, cores, [])] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [slot.cores for slot in slots_of(None, 16, 1, cores, [])] == [None]
-    assert [slot.cores for slot in slots_of(5, 2, 1, cores, [])] == [None] * 5
-    assert [slot.gpus for slot in slots_of(None, 1, 1, cores, ["2", "3"])] == [("2",), ("3",)]
-    assert [slot.gpus for slot in slots_of(4, 1, 1, cores, ["0", "1"])] == [None] * 4
+    assert [slot.cores for slot in make_slots(None, 2, 2, cores, [])] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [slot.cores for slot in make_slots(None, 3, 1, cores, [])] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [slot.cores for slot in make_slots(None, 16, 1, cores, [])] == [None]
+    assert [slot.cores for slot in make_slots(5, 2, 1, cores, [])] == [None] * 5
+    assert [slot.gpus for slot in make_slots(None, 1, 1, cores, ["2", "3"])] == [("2",), ("3",)]
+    assert [slot.gpus for slot in make_slots(4, 1, 1, cores, ["0", "1"])] == [None] * 4
 
 
 def test_one_that_fails_stops_no_other_and_is_tried_again(tokens: Path) -> None:
@@ -256,11 +256,11 @@ def test_the_best_run_is_that_of_the_figure_that_is_wanted(deck: Path) -> None:
     sweep = make_sweep(deck, ["run.seed=1,2,3"], 1, None)
     one, two, three = sweep.variants
     rows = [
-        VariantResult(one, "done", 4, 2.0, 3.0, wanted=1.5),
-        VariantResult(two, "done", 4, 2.5, 2.5, wanted=nan),
-        VariantResult(three, "done", 4, 2.2, 2.6, wanted=1.25),
+        VariantResult(one, "done", 4, 2.0, 3.0, selected=1.5),
+        VariantResult(two, "done", 4, 2.5, 2.5, selected=nan),
+        VariantResult(three, "done", 4, 2.2, 2.6, selected=1.25),
     ]
-    wanted = wanted_figure(sweep, "validation/bits_per_byte")
+    wanted = find_metric(sweep, "validation/bits_per_byte")
     assert best_of(rows, wanted) is rows[2] and best_of(rows[1:2], wanted) is None
     lines = result_lines(sweep, rows, None, wanted)
     assert lines[0].split()[3:6] == ["validation", "bits/byte", "loss"]
