@@ -75,9 +75,11 @@ def test_the_model_is_read_without_its_critic(world: World, run: Path) -> None:
     folder, path = run.parent, run / "checkpoints" / "step-00000004.h5"
     structure = examine(path, world.everyone)
     own = {
-        name for name in structure.datasets if name.startswith("/model/") and not structure.companion(name)
+        name
+        for name in structure.datasets
+        if name.startswith("/model/") and not structure.auxiliary_model(name)
     }
-    others = {name for name in structure.datasets if structure.companion(name) == "critic"}
+    others = {name for name in structure.datasets if structure.auxiliary_model(name) == "critic"}
     assert {name.replace("critic.", "") for name in others if name.startswith("/model/")} - own == {
         "/model/score.weight"
     }
