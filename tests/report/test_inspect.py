@@ -38,7 +38,7 @@ def write(group: Group, path: Path, *overrides: str, step: int = 7, grown: float
     """
     provenance = Provenance("small", "runs/small", {"data": 2, "tensor": 4, "zero": 1}, 8)
     for number in range(1, step + 1):
-        provenance.note(number, 4 / number, 2.0)
+        provenance.record(number, 4 / number, 2.0)
     tensors = {"large": torch.arange(2_000_000.0) % 1000, "norm": torch.ones(16)}
     tensors["large"][1_500_000] += grown
     entries = [
