@@ -27,7 +27,7 @@ from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory_demand import require_memory
 from hpctrain.plan.memory_plan import MemoryPlan, MemoryPlanner, StageMemory
-from hpctrain.plan.traffic_plan import StageTraffic, TrafficPlan, Transfer
+from hpctrain.plan.traffic_plan import StageTraffic, TrafficPlan, PlannedTransfer
 
 NUMBER = 8
 """Bytes of a number in the header of a message."""
@@ -84,10 +84,10 @@ def plan_served_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node:
     elements, linked = count(shape).parameters, ranks_per_node < ranks
     push, pull = (elements * each.itemsize for each in (precision.gradient, precision.storage))
 
-    def transfers(pushed: Traffic, pulled: Traffic, payload: int) -> tuple[Transfer, ...]:
+    def transfers(pushed: Traffic, pulled: Traffic, payload: int) -> tuple[PlannedTransfer, ...]:
         directions = (pushed, pulled) if linked else (Traffic(), Traffic())
         return tuple(
-            Transfer("server", bytes_, direction)
+            PlannedTransfer("server", bytes_, direction)
             for bytes_, direction in zip((payload, 0), directions, strict=True)
         )
 

@@ -53,7 +53,7 @@ EVERYONE = ("pipeline", "data", "context", "tensor")
 """Axes that together have all ranks."""
 
 
-class Transfer(NamedTuple):
+class PlannedTransfer(NamedTuple):
     """One or several calls of a rehearsed step along an axis.
 
     Attributes:
@@ -82,7 +82,7 @@ class StageTraffic:
     """
 
     stage: int
-    steps: tuple[tuple[Transfer, ...], ...]
+    steps: tuple[tuple[PlannedTransfer, ...], ...]
 
     def payload(self) -> dict[str, float]:
         """Return the bytes of payload per step by axis, as the mean over the steps."""
@@ -92,7 +92,7 @@ class StageTraffic:
         """Return the bytes per step that a rank sends to other nodes, by axis, as the mean over the steps."""
         return self._by_axis(lambda transfer: transfer.traffic.sent)
 
-    def _by_axis(self, size: Callable[[Transfer], int]) -> dict[str, float]:
+    def _by_axis(self, size: Callable[[PlannedTransfer], int]) -> dict[str, float]:
         sizes_by_axis: dict[str, float] = {}
         for transfer in (transfer for step in self.steps for transfer in step):
             sizes_by_axis[transfer.axis] = sizes_by_axis.get(transfer.axis, 0.0) + size(transfer) / len(
@@ -135,14 +135,14 @@ class _Listener:
     """
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []
+        self.transfers: list[PlannedTransfer] = []
         self.completed_share: Callable[[], float] = lambda: 0.0
 
     def __call__(self, call: Call, traffic: Traffic) -> None:
         start = None if call.blocking else self.completed_share()
-        self.transfers.append(Transfer(call.group.name, call.payload, traffic, start))
+        self.transfers.append(PlannedTransfer(call.group.name, call.payload, traffic, start))
 
-    def take(self) -> list[Transfer]:
+    def take(self) -> list[PlannedTransfer]:
         """Return what was recorded since the last call."""
         transfers, self.transfers = self.transfers, []
         return transfers
@@ -182,7 +182,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     device = device_kind(deck.run.device)
     transport = deck.communication.requested_transport if on_host(device) else "nccl"
     _, *kinds, _ = layer_kinds(architecture)
-    planned: dict[object, tuple[tuple[Transfer, ...], ...]] = {}
+    planned: dict[object, tuple[tuple[PlannedTransfer, ...], ...]] = {}
     maximum_counts: dict[object, int] = {}
     stages, stage_maximum_counts, complete = [], [], True
     for number in range(schedule.stage_count):
@@ -233,7 +233,7 @@ def _step_transfers(
     schedule: Schedule,
     number: int,
     listener: _Listener,
-) -> tuple[list[list[Transfer]], list[Transfer]]:
+) -> tuple[list[list[PlannedTransfer]], list[PlannedTransfer]]:
     """Return the transfers of buckets and replicas in each repeating step, and those of each update."""
     # With ZeRO-0 and ZeRO-1, gradients are reduced once per step for any number of micro-batches.
     schedule = all_forward_schedule(schedule, 1) if deck.layout.zero < 2 else schedule
@@ -276,7 +276,7 @@ def _layer_transfers(
     schedule: Schedule,
     passes: int,
     listener: _Listener,
-) -> list[Transfer] | None:
+) -> list[PlannedTransfer] | None:
     """Return the transfers of layers and of the pipeline in a step; None if layers need values to run."""
     if deck.model.experts:
         return None
@@ -296,12 +296,12 @@ def _module_transfers(
     schedule: Schedule,
     passes: int,
     listener: _Listener,
-) -> list[Transfer] | None:
+) -> list[PlannedTransfer] | None:
     """Return the transfers of a user's module; None if it cannot run without values.
 
     They are those of its statistics, of pipeline stages, and of activations that tensor ranks split.
     """
-    layer_transfers: list[Transfer] = []
+    layer_transfers: list[PlannedTransfer] = []
     if mesh.group("tensor").size > 1 or mesh.group("pipeline").size > 1:
         try:
             layer_transfers = _pass_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
@@ -321,7 +321,7 @@ def _pass_transfers(
     schedule: Schedule,
     passes: int,
     listener: _Listener,
-) -> list[Transfer]:
+) -> list[PlannedTransfer]:
     """Return the transfers of layers and of the pipeline in a number of micro-batches, by axis."""
     first, second = (
         _transfers_by_axis(deck, architecture, mesh, stage, all_forward_schedule(schedule, count), listener)
@@ -337,7 +337,7 @@ def _transfers_by_axis(
     stage: TrainedStage,
     schedule: Schedule,
     listener: _Listener,
-) -> dict[str, Transfer]:
+) -> dict[str, PlannedTransfer]:
     """Return the transfers of layers and of the pipeline in the micro-batches of a schedule, by axis."""
     listener.take()
     _run_step(deck, architecture, mesh, stage, schedule, schedule.micro_batches)
@@ -398,7 +398,7 @@ def _run_step(
         stage.synchronizer.finish()
 
 
-def _by_axis(transfers: Iterable[Transfer]) -> list[Transfer]:
+def _by_axis(transfers: Iterable[PlannedTransfer]) -> list[PlannedTransfer]:
     """Return the sum of the transfers of each axis."""
     ordered = sorted(transfers, key=lambda each: each.axis)
     return [
@@ -406,39 +406,41 @@ def _by_axis(transfers: Iterable[Transfer]) -> list[Transfer]:
     ]
 
 
-def _sum_transfers(axis: str, transfers: Sequence[Transfer]) -> Transfer:
+def _sum_transfers(axis: str, transfers: Sequence[PlannedTransfer]) -> PlannedTransfer:
     sent, received, rounds = (
         sum(numbers) for numbers in zip(*(each.traffic for each in transfers), strict=True)
     )
-    return Transfer(axis, sum(each.payload for each in transfers), Traffic(sent, received, rounds))
+    return PlannedTransfer(axis, sum(each.payload for each in transfers), Traffic(sent, received, rounds))
 
 
-def _extrapolate(first: Transfer, second: Transfer, passes: int) -> Transfer:
+def _extrapolate(first: PlannedTransfer, second: PlannedTransfer, passes: int) -> PlannedTransfer:
     """Extrapolate linearly from one and two micro-batches to `passes` micro-batches."""
 
     def at(one: int, two: int) -> int:
         return one + (two - one) * (passes - 1)
 
-    return Transfer(
+    return PlannedTransfer(
         first.axis,
         at(first.payload, second.payload),
         Traffic(*(at(one, two) for one, two in zip(first.traffic, second.traffic, strict=True))),
     )
 
 
-def _exchange_transfers(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int) -> list[Transfer]:
+def _exchange_transfers(
+    deck: Deck, stage: TrainedStage, schedule: Schedule, number: int
+) -> list[PlannedTransfer]:
     """Return the exchange with experts of other ranks if all experts have the same number of rows."""
     parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
     forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
     exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
     layers = (layer for part in stage.models for layer in part.layers)
     calls = 4 * forwards.total() * sum(layer.kind.name == "mixture" for layer in layers)
-    return [Transfer("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
+    return [PlannedTransfer("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
 
 
 def _loss_transfers(
     deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage
-) -> list[Transfer]:
+) -> list[PlannedTransfer]:
     """Return the reductions over all ranks of token counts and metrics, as in `train/step.py`."""
     own_metrics = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
     numbers = len(count(architecture).auxiliary_loss_names) + own_metrics + stage.replica[1]
@@ -448,19 +450,19 @@ def _loss_transfers(
     return [transfer for group, numbers in sums for transfer in _all_reduce_transfers(group, numbers)]
 
 
-def _all_reduce_transfers(group: Group, numbers: int) -> list[Transfer]:
+def _all_reduce_transfers(group: Group, numbers: int) -> list[PlannedTransfer]:
     """Return the transfers of an all-reduce of some fp64 numbers."""
     if group.size == 1 or not numbers:
         return []
     tensor = torch.empty(numbers, dtype=torch.float64, device=META)
     call = Call("all_reduce", tensor, tensor)
     name = group.name if len(group.axes) == 1 else "world"
-    return [Transfer(name, call.payload, traffic_of(call, group.rank, group.size))]
+    return [PlannedTransfer(name, call.payload, traffic_of(call, group.rank, group.size))]
 
 
 def _weight_maximum_transfers(
     stage: TrainedStage, listener: _Listener, counted: Collection[str]
-) -> list[Transfer]:
+) -> list[PlannedTransfer]:
     """Return the reductions of weight maxima at the beginning of a step, but for axes in `counted`."""
     listener.take()
     products = products_in_8_bits(layer for model in stage.models for layer in model.layers)

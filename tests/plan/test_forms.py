@@ -1,6 +1,6 @@
 """What a deck's communication is worth, as the verb tells it.
 
-Tests of plan/deck_plan.py and plan/form_cost.py too.
+Tests of plan/deck_plan.py, plan/form_cost.py and plan/form_text.py too.
 """
 
 from __future__ import annotations

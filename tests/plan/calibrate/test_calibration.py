@@ -1,7 +1,8 @@
 """Calibrating tiny shapes on one rank and on two: a whole file, which plans read; and what cannot be.
 
-Tests of plan/calibrate/calibration.py, plan/calibrate/matmul_rates.py, plan/calibrate/operation_rates.py,
-plan/calibrate/link_rates.py and plan/calibrate/step_rates.py.
+Tests of plan/calibrate/calibration.py, plan/calibrate/calibration_decks.py, plan/calibrate/clock.py,
+plan/calibrate/matmul_rates.py, plan/calibrate/operation_rates.py, plan/calibrate/link_rates.py and
+plan/calibrate/step_rates.py.
 """
 
 from __future__ import annotations

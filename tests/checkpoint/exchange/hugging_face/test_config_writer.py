@@ -73,7 +73,11 @@ GROUPED = [each.name for each in LANGUAGE_MODELS if each.files.grouped]
 @pytest.mark.parametrize("name", GROUPED)
 def test_heads_that_do_not_divide_the_width_are_exported_where_transformers_takes_them(name: str) -> None:
     files = ARCHITECTURES[name].files
-    small = deepcopy(SMALL) | {"hidden_size": 26} | ({"head_dim": None} if files.latent else {})
+    small = (
+        deepcopy(SMALL)
+        | {"hidden_size": 26}
+        | ({"head_dim": None, "first_k_dense_replace": 1} if files.latent else {})
+    )
     if files.local_rope:
         del small["rope_parameters"]
     message = "multiple of the number of attention heads"
