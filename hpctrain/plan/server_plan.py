@@ -27,7 +27,7 @@ from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory_demand import require_memory
 from hpctrain.plan.memory_plan import MemoryPlan, MemoryPlanner, StageMemory
-from hpctrain.plan.traffic_plan import StageTraffic, TrafficPlan, PlannedTransfer
+from hpctrain.plan.traffic_plan import PlannedTransfer, StageTraffic, TrafficPlan
 
 NUMBER = 8
 """Bytes of a number in the header of a message."""

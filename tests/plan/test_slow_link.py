@@ -11,18 +11,18 @@ import pytest
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.slow_link import break_even, linked_step, measured_step
-from hpctrain.plan.traffic_plan import StageTraffic, TrafficPlan, Transfer
+from hpctrain.plan.traffic_plan import PlannedTransfer, StageTraffic, TrafficPlan
 from hpctrain.units import Link
 
 LINK = Link(100.0, 0.5)
 
 
-def plan(*steps: tuple[Transfer, ...], micro_batches: int = 1) -> TrafficPlan:
+def plan(*steps: tuple[PlannedTransfer, ...], micro_batches: int = 1) -> TrafficPlan:
     return TrafficPlan((StageTraffic(0, steps),), micro_batches, True)
 
 
-def moved(count: int, begun: float | None = None, rounds: int = 0) -> Transfer:
-    return Transfer("data", count, Traffic(count, count, rounds), begun)
+def moved(count: int, begun: float | None = None, rounds: int = 0) -> PlannedTransfer:
+    return PlannedTransfer("data", count, Traffic(count, count, rounds), begun)
 
 
 def test_what_is_waited_for_adds_up() -> None:

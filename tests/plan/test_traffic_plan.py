@@ -13,7 +13,7 @@ from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.communication import Communication
-from hpctrain.plan.traffic_plan import Transfer, plan_traffic
+from hpctrain.plan.traffic_plan import PlannedTransfer, plan_traffic
 from tests.engines import LLAMA, small_deck, trainer
 
 VOCABULARY = 61
@@ -182,7 +182,7 @@ def test_large_sums_over_nodes_cross_links_once() -> None:
     """Of two nodes of two ranks each rank carries a half there or back; by messages all of it."""
     keys = ("model.hidden=128", "communication.bucket_bytes=10 MB", "communication.ranks_per_node=2")
 
-    def sums(transport: str) -> list[Transfer]:
+    def sums(transport: str) -> list[PlannedTransfer]:
         deck = small_deck(*keys, f"communication.transport={transport}")
         (step,) = plan_traffic(deck, 4, VOCABULARY, 2).stages[0].steps
         return [moved for moved in step if moved.axis == "data x context" and moved.payload > 1 << 20]

@@ -1,7 +1,8 @@
 """Hugging Face folders made by `transformers`, imported and exported; folders that are refused.
 
 Tests of checkpoint/exchange/convert.py, checkpoint/exchange/prepared_export.py,
-checkpoint/exchange/safetensors_folder.py, checkpoint/exchange/source.py and checkpoint/exchange/hugging_face/tensor_names.py.
+checkpoint/exchange/safetensors_folder.py, checkpoint/exchange/source.py and
+checkpoint/exchange/hugging_face/tensor_names.py.
 """
 
 from __future__ import annotations
