@@ -20,6 +20,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.model_files import model_files
 from hpctrain.data.tokenizer_settings import TokenizerSettings
+from hpctrain.deck.family import ModelType
 from hpctrain.errors import HpctrainError
 from tests.checkpoint.exchange.test_hugging_face import no_warnings
 
@@ -98,9 +99,13 @@ def test_heads_that_do_not_divide_the_width_are_exported_where_transformers_take
 @pytest.mark.parametrize("name", [each.name for each in LANGUAGE_MODELS])
 def test_a_model_with_a_small_vocabulary_has_no_padding_id(name: str) -> None:
     """Default ids of several classes are beyond the vocabulary, with which their models cannot be made."""
-    small = dict(SMALL)
-    if ARCHITECTURES[name].files.local_rope:
+    files = ARCHITECTURES[name].files
+    small = SMALL | ({"first_k_dense_replace": 1} if files.latent else {})
+    if files.local_rope:
         del small["rope_parameters"]
+    if name == "GPT2LMHeadModel":
+        own_names = (own for own, _ in files.config_sizes.values())
+        small = dict(zip(own_names, map(SMALL.get, ModelType.size_keys), strict=True))
     shape = shape_of({**small, "architectures": [name]}, "config.json")
     config = json.loads(model_files(shape, "float32", TokenizerSettings(), None)["config.json"])
     kind = getattr(transformers, *config.pop("architectures"))
