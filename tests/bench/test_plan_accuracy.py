@@ -1,7 +1,4 @@
-"""Planned steps beside measured ones: what is told of them, and the benchmark itself on a tiny deck.
-
-Tests of bench/plan.py.
-"""
+"""Comparison of planned with measured steps: its output, and the benchmark itself with a tiny deck."""
 
 from __future__ import annotations
 

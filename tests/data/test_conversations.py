@@ -1,7 +1,7 @@
-"""How conversations lie in sequences, pairs in rows, and prompts: beside what is read by hand.
+"""Conversations in sequences, pairs in rows, and prompts, compared with rows written by hand.
 
-Tests of data/conversations.py and data/packing.py, and of what fit.py, mixture.py and epochs.py there make of
-them.
+Tests of data/conversations.py and data/packing.py, and of their use in data/data_checks.py,
+data/data_mixture.py and data/epochs.py.
 """
 
 from __future__ import annotations
