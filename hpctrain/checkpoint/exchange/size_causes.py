@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
-from hpctrain.checkpoint.exchange.hugging_face.architectures import HEAD, HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import EXPERT_COUNT_KEYS, Config
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart
 from hpctrain.checkpoint.exchange.safetensors_folder import TensorInfo
+from hpctrain.checkpoint.tensor_ranges import Index
+from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 
 _LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
 _HEAD_KEYS = ("head_dim", "num_attention_heads")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+_LARGEST_SEARCH = 1_000_000
+"""Number of expected tensors, over all changes of a config.json, up to which changes are tried."""
+_SIZES_TRIED = 4
+"""Number of sizes in the files that are tried as the value of a key."""
 
 
-_FLAGGED_TENSORS: Mapping[str, re.Pattern[str]] = MappingProxyType(
-    {
-        "attention_bias": re.compile(r"att.*\.bias$"),
-        "mlp_bias": re.compile(r"mlp.*\.bias$"),
-        "query_key_norm": re.compile(r"(q|k)_(layer)?norm"),
-        "parallel_residual": re.compile(r"post_attention_layernorm\."),
-        "tied": re.compile(r"^(lm_head|embed_out)\.weight$"),
-    }
-)
-"""Names in files of the tensors that a key of [model] switches on or off."""
-
-
-def size_text(key: str, value: int, config: Config) -> str:
-    """Return a key with its size in words, which say if it is a default that the config.json lacks."""
+def size_text(key: str, value: object, config: Config) -> str:
+    """Return a key with its value in words, which say if it is a default that the config.json lacks."""
     names = EXPERT_COUNT_KEYS if key in EXPERT_COUNT_KEYS else (key,)
-    is_in_config = any(config.get(name) is not None for name in names)
+    is_in_config = any(name in config and config[name] == value for name in names)
     return f"{key} = {value}" if is_in_config else f"{key} is missing and {value} by default"
 
 
@@ -42,8 +37,12 @@ def likely_cause(
     shape: ModelShape,
     expected: Collection[Counterpart],
     stored: Mapping[str, TensorInfo],
+    fits: Callable[[Config], bool],
 ) -> str:
-    """Return the key of a config.json that contradicts its folder, as the end of a message; "" if unknown.
+    """Return the keys of a config.json that contradict its folder, as the end of a message; "" if unknown.
+
+    Each of these keys fits the tensors with another value. If there is no such key, the message names the
+    first key on which a wrong size depends.
 
     Args:
         config: Content of the config.json.
@@ -51,6 +50,8 @@ def likely_cause(
         shape: Shape that it describes.
         expected: Tensors of the model that it describes.
         stored: Tensors in the folder.
+        fits: Function that returns True for a config.json whose tensors are those of the folder. It may raise
+            HpctrainError.
     """
     files = architecture.files
     counts = [(_LAYER, files.config_sizes["layers"][0], shape.layers, shape.layers + shape.mtp_layers)]
@@ -61,6 +62,8 @@ def likely_cause(
         numbers = {int(found[1]) for tensor in stored if (found := pattern.search(tensor))}
         if numbers and len(numbers) != expected_count:
             return f", where {size_text(key, size, config)}, but the files have {len(numbers)}"
+    if keys := _contradicting_keys(config, architecture, expected, stored, fits):
+        return f", where {' or '.join(keys)}"
     for tensor in expected:
         info = stored.get(tensor.name)
         if info is None or len(info.shape) != len(tensor.shape) or info.shape == tensor.shape:
@@ -74,24 +77,72 @@ def likely_cause(
                 sizes = [size_text(key, value, config), *(f"{each} = {config[each]!r}" for each in further)]
                 return f", where {' and '.join(sizes)}"
         return ""
-    different_names = stored.keys() ^ {tensor.name for tensor in expected}
-    different_names -= {HEAD} if shape.tied else set()
-    return _switch(config, architecture, shape, different_names) if different_names else ""
-
-
-def _switch(
-    config: Config, architecture: HuggingFaceArchitecture, shape: ModelShape, tensors: Collection[str]
-) -> str:
-    """Return the key that explains all tensors which only the files or only the model have; "" if unknown."""
-    keys = {key.deck_key: key.name for key in architecture.files.keys} | {"tied": "tie_word_embeddings"}
-    if len(architecture.files.attention_biases) > 1:
-        keys.setdefault("attention_bias", "attention_bias")
-    for deck_key, pattern in _FLAGGED_TENSORS.items():
-        key = keys.get(deck_key, "")
-        if (key in config or deck_key == "tied") and all(pattern.search(name) for name in tensors):
-            value = config.get(key)
-            return f", where {size_text(key, shape.tied if value is None else value, config)}"
     return ""
+
+
+def _contradicting_keys(
+    config: Config,
+    architecture: HuggingFaceArchitecture,
+    expected: Collection[Counterpart],
+    stored: Mapping[str, TensorInfo],
+    fits: Callable[[Config], bool],
+) -> list[str]:
+    """Return the keys that fit the tensors with another value, with their values and the fitting ones."""
+    files = architecture.files
+    values: dict[str, Any] = {
+        **dict(files.config_sizes.values()),
+        **{key.name: key.default for key in files.keys},
+        "tie_word_embeddings": files.tied,
+        **config,
+    }
+    sizes = {tensor.name: tensor.shape for tensor in expected}
+    changes = [
+        (key, other)
+        for key in sorted(values, key=lambda key: not isinstance(values[key], bool))
+        if not key.endswith("_id")
+        for other in _other_values(values[key], sizes, stored)
+    ]
+    keys: dict[str, str] = {}
+    for key, other in changes[: _LARGEST_SEARCH // len(sizes)]:
+        with suppress(HpctrainError):
+            if key not in keys and fits({**config, key: other}):
+                keys[key] = f"{size_text(key, values[key], config)} ({other} would fit)"
+    return list(keys.values())
+
+
+def _other_values(
+    value: Any, expected: Mapping[str, Index], stored: Mapping[str, TensorInfo]
+) -> Iterator[object]:
+    """Yield values of a key by which tensors may get the names or the sizes that they have in the files.
+
+    Args:
+        value: Value in the config.json, or its default.
+        expected: Shapes of the tensors of the model that the config.json describes.
+        stored: Tensors in the folder.
+    """
+    layers = {int(found[1]): name for name in stored if (found := _LAYER.search(name))}
+    mixtures = {int(found[1]) for name in stored if "expert" in name and (found := _LAYER.search(name))}
+    dense_layers = sorted(layers.keys() - mixtures)
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, list):
+        yield from ([], dense_layers)
+    elif value is None or isinstance(value, int):
+        pairs = {
+            (size, stored_size): None
+            for name, shape in expected.items()
+            if name in stored and len(stored[name].shape) == len(shape)
+            for size, stored_size in zip(shape, stored[name].shape, strict=True)
+            if size != stored_size
+        }
+        unknown = {size: None for name, info in stored.items() if name not in expected for size in info.shape}
+        others = [*[size for _, size in pairs][:_SIZES_TRIED], *[*unknown][:_SIZES_TRIED]]
+        if value is not None:
+            for size, stored_size in [*pairs][:_SIZES_TRIED]:
+                scaled, rest = divmod(value * stored_size, size)
+                others += [value + stored_size - size, *([] if rest else [scaled])]
+            others += [0, 1, 2, value - 1, value + 1, len(dense_layers), None]
+        yield from (other for other in dict.fromkeys(others) if other != value)
 
 
 def _sizes(

@@ -20,6 +20,7 @@ from hpctrain.checkpoint.exchange.hugging_face.architectures import (
     HuggingFaceArchitecture,
     architecture_of,
 )
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import Config
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     ROUTER_BIAS,
@@ -327,30 +328,19 @@ def open_model(path: Path) -> ModelFolder:
         HpctrainError: Tensors are missing, too many, or of another shape or type, among others as in
             `open_folder` and `shape_of`.
     """
-    shape = _folder_shape(path)
+    _folder_shape(path)
     config = read_json(path / CONFIG)
     architecture = architecture_of(config, str(path / CONFIG))
     folder = dequantized(open_folder(path), config, architecture.files.quantization)
-    shape = with_stored_modules(shape, config, architecture, folder.tensors, str(path / CONFIG))
-    if shape.layers > len(folder.tensors):
-        files = f"the files hold {counted(len(folder.tensors), 'tensor')}"
-        size = size_text(architecture.files.config_sizes["layers"][0], shape.layers, config)
-        raise HpctrainError(f"{path / CONFIG}: {size}: describes more layers than there are, since {files}")
-    mixtures = len(shape.mixture_blocks)
-    has_tensor_per_expert = any(isinstance(rule, StackRule) for rule in architecture.rules)
-    experts = 0 if shape.experts is None else shape.experts.count
-    if has_tensor_per_expert and experts * mixtures > len(folder.tensors):
-        files = f"the files hold {counted(len(folder.tensors), 'tensor')}"
-        layers = f"{counted(experts, 'expert')} in each of {counted(mixtures, 'layer')}"
-        raise HpctrainError(f"{path / CONFIG}: describes {layers}, but {files}")
-    shapes = tensor_shapes(shape)
-    tensors = counterparts(architecture.rules, shapes, architecture.head_order(shape))
-    prefix = architecture.files.prefix
-    if not any(name.startswith(prefix) for name in folder.tensors):
-        tensors = [replace(each, name=each.name.removeprefix(prefix)) for each in tensors]
+    shape, shapes, tensors = _described_model(config, folder)
     problems = list(_differences(folder, tensors, shape, architecture))
     if problems:
-        cause = likely_cause(config, architecture, shape, tensors, folder.tensors)
+
+        def fits(changed: Config) -> bool:
+            other_shape, _, other_tensors = _described_model(changed, folder)
+            return not any(_differences(folder, other_tensors, other_shape, architecture))
+
+        cause = likely_cause(config, architecture, shape, tensors, folder.tensors, fits)
         raise first_difference([problems[0] + cause, *problems[1:]])
     parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
     for each in tensors:
@@ -358,6 +348,40 @@ def open_model(path: Path) -> ModelFolder:
             index = part.index if part.start is None else (part.start,)
             parts.setdefault(part.dataset, {})[index] = (each, part)
     return ModelFolder(folder, shape, shapes, parts)
+
+
+def _described_model(
+    config: Config, folder: TensorFolder
+) -> tuple[ModelShape, dict[str, Index], list[Counterpart]]:
+    """Return the shape of the model of a config.json, the shapes of its tensors, and their names in files.
+
+    Args:
+        config: Content of the config.json.
+        folder: Its folder, whose tensors may have names without a prefix.
+
+    Raises:
+        HpctrainError: The config.json is invalid, or describes more layers or experts than there are tensors.
+    """
+    where, count = folder.path / CONFIG, len(folder.tensors)
+    architecture = architecture_of(config, str(where))
+    shape = shape_of(config, str(where))
+    shape = with_stored_modules(shape, config, architecture, folder.tensors, str(where))
+    if shape.layers > count:
+        size = size_text(architecture.files.config_sizes["layers"][0], shape.layers, config)
+        files = f"the files hold {counted(count, 'tensor')}"
+        raise HpctrainError(f"{where}: {size}: describes more layers than there are, since {files}")
+    mixtures = len(shape.mixture_blocks)
+    has_tensor_per_expert = any(isinstance(rule, StackRule) for rule in architecture.rules)
+    experts = 0 if shape.experts is None else shape.experts.count
+    if has_tensor_per_expert and experts * mixtures > count:
+        layers = f"{counted(experts, 'expert')} in each of {counted(mixtures, 'layer')}"
+        raise HpctrainError(f"{where}: describes {layers}, but the files hold {counted(count, 'tensor')}")
+    shapes = tensor_shapes(shape)
+    tensors = counterparts(architecture.rules, shapes, architecture.head_order(shape))
+    prefix = architecture.files.prefix
+    if not any(name.startswith(prefix) for name in folder.tensors):
+        tensors = [replace(each, name=each.name.removeprefix(prefix)) for each in tensors]
+    return shape, shapes, tensors
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Index]:

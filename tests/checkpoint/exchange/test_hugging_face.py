@@ -441,7 +441,12 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("llama", "num_key_value_heads", 3, "num_key_value_heads = 3: must divide"),
         ("llama", "quantization_config", {"bits": 4}, "quantization_config = {'bits': 4}"),
         ("llama", "vocab_size", 62, "model.embed_tokens.weight: has shape [61, 32], expected [62, 32]"),
-        ("llama", "vocab_size", 62, "by config.json, where vocab_size = 62 (and 1 more differ)"),
+        (
+            "llama",
+            "vocab_size",
+            62,
+            "by config.json, where vocab_size = 62 (61 would fit) (and 1 more differ)",
+        ),
         (
             "llama",
             "num_hidden_layers",

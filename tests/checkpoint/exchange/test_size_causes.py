@@ -45,7 +45,7 @@ def test_the_key_of_a_wrong_size_is_named(
     [
         ("llama", "attention_bias", False, ", where attention_bias = False"),
         ("llama", "mlp_bias", True, ", where mlp_bias = True"),
-        ("llama", "head_dim", 16, ", where num_attention_heads = 6 and head_dim = 16"),
+        ("llama", "head_dim", 16, ", where head_dim = 16 (10 would fit)"),
         ("olmo", "num_attention_heads", 2, ", where num_key_value_heads = 2 and num_attention_heads = 2"),
         ("gpt-oss", "num_attention_heads", 12, ".sinks: has shape [6], expected [12] by config.json, where"),
         (
@@ -63,6 +63,20 @@ def test_the_key_of_a_wrong_size_is_named(
         ("gemma", "tie_word_embeddings", False, ", where tie_word_embeddings = False"),
         ("olmo-tied", "tie_word_embeddings", None, ", where tie_word_embeddings is missing and False by"),
         ("stablelm", "use_parallel_residual", True, ", where use_parallel_residual = True"),
+        ("starcoder2", "use_bias", False, ", where use_bias = False (True would fit)"),
+        ("neox", "tie_word_embeddings", True, ", where tie_word_embeddings = True (False would fit)"),
+        ("llama-qwen2-moe", "decoder_sparse_step", 2, ", where decoder_sparse_step = 2 (1 would fit)"),
+        (
+            "llama-qwen2-moe",
+            "shared_expert_intermediate_size",
+            120,
+            ", where shared_expert_intermediate_size = 120 (60 would fit)",
+        ),
+        ("llama-qwen2-moe", "mlp_only_layers", [0], ", where mlp_only_layers = [0] ([] would fit)"),
+        ("deepseek-v2", "first_k_dense_replace", 0, ", where first_k_dense_replace = 0 (1 would fit)"),
+        ("deepseek-v2", "n_shared_experts", 3, ", where n_shared_experts = 3 (2 would fit)"),
+        ("deepseek-v2", "v_head_dim", 4, ", where v_head_dim = 4 (5 would fit)"),
+        ("deepseek-v2", "q_lora_rank", 7, ", where q_lora_rank = 7 (14 would fit)"),
     ],
 )
 def test_the_key_that_switches_tensors_on_is_named(
