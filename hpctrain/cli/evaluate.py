@@ -65,7 +65,7 @@ def command(
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
     from hpctrain.post.task import evaluate_task
-    from hpctrain.train.evaluate import evaluate
+    from hpctrain.train.evaluate import EvaluationData, evaluate
 
     say = partial(click.echo, err=True)
     if bool(files) == bool(tasks):
@@ -75,7 +75,7 @@ def command(
     if tasks:
         verb = partial(evaluate_task, files=tasks)
     else:
-        verb = partial(evaluate, files=files, sequences=sequences)
+        verb = partial(evaluate, data=EvaluationData(files, sequences))
 
     def work(world: World) -> None:
         changes = add_trust(world, overrides, trust)

@@ -98,7 +98,7 @@ def command(
     Ctrl-C, all runs save a checkpoint and stop. The exit code is 0 if all runs are done, 1 if a run failed,
     and 75 if runs are left.
     """
-    from hpctrain.train.sweep.sweep_deck import sweep_deck, sweep_job
+    from hpctrain.train.sweep.sweep_deck import SweepTrainingOptions, sweep_deck, sweep_job
 
     training = {key: options[key] for key in _TRAINING_OPTIONS}
     slurm = {key: options[key] for key in _SLURM_OPTIONS}
@@ -106,7 +106,7 @@ def command(
         changed = slurm | {"nodes": slurm["nodes"] > 1}
         if names := [option for key, option in _SLURM_OPTIONS.items() if changed[key]]:
             raise click.UsageError(f"{', '.join(names)} require{'s' * (len(names) == 1)} --slurm FILE")
-        return sweep_deck(deck, arguments, ranks, name=name, show=click.echo, **training)
+        return sweep_deck(deck, arguments, ranks, name, SweepTrainingOptions(**training), click.echo)
     if names := [option for key, option in _TRAINING_OPTIONS.items() if training[key]]:
         raise click.UsageError(f"--slurm conflicts with {', '.join(names)}")
     force, nodes = slurm.pop("force"), str(slurm.pop("nodes"))

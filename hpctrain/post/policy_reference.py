@@ -32,7 +32,7 @@ from hpctrain.optim.optimizer import gather_updated
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import COMMON, MODEL, owned_state
-from hpctrain.train.inference_engine import shown_engine
+from hpctrain.train.inference_engine import load_inference_engine
 from hpctrain.train.reference_scores import require_same_reference
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step, TrainState
@@ -102,7 +102,7 @@ def open_reference(
     with placement.agreement():
         if reference_world is None:
             return Reference(None, identity)
-        engine = shown_engine(path, model_deck, reference_world)
+        engine = load_inference_engine(path, model_deck, reference_world)
     rows = Batches(AnswerRows([], model_deck.batch.sequence), 0)
     reference_step = Step(engine, rows, model_deck.batch.micro_size, 0.0, model_deck.run.seed)
     return Reference(partial(log_probabilities_of, reference_step, sampling=sampling), identity, engine)

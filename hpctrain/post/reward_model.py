@@ -17,7 +17,7 @@ from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.rollout import Answer, AnswerRows
 from hpctrain.train.evaluate import known_tokenizer
-from hpctrain.train.inference_engine import shown_engine
+from hpctrain.train.inference_engine import load_inference_engine
 from hpctrain.train.scored import values_of
 from hpctrain.train.step import Step
 from hpctrain.watch.newest import find_checkpoint
@@ -77,6 +77,6 @@ def open_reward_model(
         if deck.batch.sequence < max_length:
             limit = f"supports {deck.batch.sequence} tokens, but prompts with answers may have {max_length}"
             raise HpctrainError(f"{where}: {path} {limit} (use a smaller batch.sequence)")
-    engine = shown_engine(path, deck, world)
+    engine = load_inference_engine(path, deck, world)
     batches = Batches(AnswerRows([], deck.batch.sequence), 0)
     return RewardModel(Step(engine, batches, deck.batch.micro_size, 0.0, deck.run.seed), deck.batch.sequence)

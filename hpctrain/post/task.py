@@ -36,7 +36,7 @@ from hpctrain.post.task_rows import Choice, WrittenAnswer, is_choice, read_rows
 from hpctrain.report.terminal import columns
 from hpctrain.text import counted, escaped, fitted
 from hpctrain.train.evaluate import known_tokenizer
-from hpctrain.train.inference_engine import shown_engine
+from hpctrain.train.inference_engine import load_inference_engine
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
 from hpctrain.watch.newest import find_checkpoint
@@ -162,7 +162,7 @@ def evaluate_task(
     world.hang.set_limit(deck.stability.hang_seconds)
     metrics, layout = dict[int, dict[str, Any]](), ""
     if sources:
-        engine = shown_engine(path, deck, world)
+        engine = load_inference_engine(path, deck, world)
         layout = f", on {sizes_text(engine.mesh.sizes)}"
         for number, source in sources.items():
             step = Step(engine, batches := Batches(source, 0), deck.batch.micro_size, 0.0, deck.run.seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
 from hpctrain.text import escaped, fitted
-from hpctrain.train.inference_engine import initial_engine, shown_engine
+from hpctrain.train.inference_engine import initial_engine, load_inference_engine
 from hpctrain.train.reference_scores import with_reference_of
 from hpctrain.train.step import Step
 from hpctrain.units import format_count
@@ -43,22 +44,45 @@ MICRO_BATCHES = 64
 SECONDS_PER_LINE = 10.0
 
 
+@dataclass(frozen=True)
+class EvaluationData:
+    """Token files of an evaluation.
+
+    Attributes:
+        files: Paths of the files.
+        sequences: Largest number of sequences to evaluate from each file; None for all.
+    """
+
+    files: Sequence[Path]
+    sequences: int | None = None
+
+
 def evaluate(
     world: World,
     target: Path,
-    files: Sequence[Path],
-    sequences: int | None,
+    data: EvaluationData,
     overrides: Sequence[str],
     as_json: bool,
     show: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Evaluate a checkpoint, or the newest good one of a run's folder, on at most so many sequences of each
-    file, and `show` a table, or JSON, from rank 0. Collective.
+    """Evaluate a checkpoint on token files, and show the results on rank 0. Collective.
 
-    What takes long is told by `say`. HpctrainError or InputOutputError, on all ranks, before anything is
-    computed, where a file, the checkpoint or the layout will not do.
+    Args:
+        world: All ranks.
+        target: The checkpoint, or a run's folder for its newest valid one.
+        data: The token files.
+        overrides: `--set` arguments, for keys of the stored deck.
+        as_json: True to show JSON, False for a table.
+        show: Prints the results.
+        say: Prints the progress.
+
+    Raises:
+        HpctrainError: A file, the checkpoint or the layout is unsuitable. It is raised on all ranks, before
+            the evaluation starts.
+        InputOutputError: A file cannot be read. Raised likewise.
     """
+    files, sequences = data.files, data.sequences
     with world.agreement():
         if sequences is not None and sequences < 1:
             raise HpctrainError(f"--sequences {sequences}: must be at least 1")
@@ -91,7 +115,7 @@ def evaluate(
     if deck.objective.kind in REFERENCE_KINDS:
         initial = initial_engine(path, state, deck, world)
         reference = Step(initial, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
-    engine = shown_engine(path, deck, world)
+    engine = load_inference_engine(path, deck, world)
     world.ledger.activity = "evaluating"
     step = Step(engine, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     rows: list[dict[str, Any]] = []

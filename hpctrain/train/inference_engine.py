@@ -31,10 +31,17 @@ from hpctrain.train.corpus_comparison import require_same_source
 from hpctrain.train.start import start_from_source
 
 
-def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
-    """The model of a checkpoint, laid out by a deck of it whose vocabulary is settled. Collective.
+def load_inference_engine(path: Path, deck: Deck, world: World) -> Engine:
+    """Build the model of a checkpoint for inference, and load its weights. Collective.
 
-    HpctrainError on all ranks where these cannot have it; else errors as in `checkpoint.load.load`.
+    Args:
+        path: The checkpoint.
+        deck: Deck of the checkpoint with the final size of the vocabulary.
+        world: All ranks.
+
+    Raises:
+        HpctrainError: The ranks have too little memory for the model, or the checkpoint cannot be loaded, as
+            in `checkpoint.load.load`. Raised on all ranks.
     """
     world.ledger.activity = "loading the model"
     size = Precision.of(deck).storage.itemsize

@@ -51,31 +51,33 @@ class LayoutDifference:
         )
 
 
-def difference_of(
-    name: str,
-    local: Tensor,
-    expected: Tensor,
-    scale: float,
-    world: World,
-    mesh: Mesh,
-    shard: Shard | None,
-    sums: Literal["all", "tensor", "none"] = "all",
-) -> LayoutDifference:
-    """Compare a tensor, or a number, with its expected values. Collective.
+@dataclass(frozen=True)
+class ComparedTensor:
+    """Local piece of a tensor, or a number, with its expected values.
 
-    Args:
-        name: The tensor's name.
+    Attributes:
+        name: Name of the tensor.
         local: This rank's piece; empty if it has none.
         expected: The same elements on one rank.
         scale: Value that errors are relative to.
-        world: All ranks.
-        mesh: The layout.
         shard: Shard of the piece; None for a number.
         sums: The axes over which all ranks have pieces of one shape, so that a missing or doubled sum can be
             recognized: all of them, the tensor axis, or none.
     """
-    local = local.detach().double().cpu()
-    expected, largest = expected.double(), max(scale, 1e-30)
+
+    name: str
+    local: Tensor
+    expected: Tensor
+    scale: float
+    shard: Shard | None
+    sums: Literal["all", "tensor", "none"]
+
+
+def difference_of(tensor: ComparedTensor, world: World, mesh: Mesh) -> LayoutDifference:
+    """Compare a tensor, or a number, with its expected values. Collective."""
+    name, shard = tensor.name, tensor.shard
+    local, expected = tensor.local.detach().double().cpu(), tensor.expected.double()
+    largest = max(tensor.scale, 1e-30)
 
     def worst(values: Tensor) -> float:
         error = (values - expected).abs().max() if values.numel() else torch.zeros(())
@@ -92,7 +94,7 @@ def difference_of(
     explained = min(10 * TOLERANCE, error / 10)
     of_experts = _SUMS_OF_EXPERTS if "expert" in mesh.sizes else ()
     likely = (*of_experts, *_SUMS) if split and "expert" in split else (*_SUMS, *of_experts)
-    for axes in {"all": likely, "tensor": _SUMS[:1], "none": ()}[sums]:
+    for axes in {"all": likely, "tensor": _SUMS[:1], "none": ()}[tensor.sums]:
         group = mesh.group(*axes)
         if group.size == 1:
             continue
@@ -120,7 +122,7 @@ def difference_of(
 
 
 def _factor(local: Tensor, expected: Tensor, world: World) -> float:
-    """By which all of a tensor is multiplied, if it is, of what all ranks have of it: by least squares."""
+    """Return the factor by which a tensor differs from its expected values, by least squares. Collective."""
     sums = torch.stack(((local * expected).sum(), expected.square().sum()))
     products, squares = world.everyone.all_reduce(sums.nan_to_num()).tolist()
     return products / squares if products and squares else 1.0

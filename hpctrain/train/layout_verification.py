@@ -53,7 +53,7 @@ from hpctrain.parallel.fp8.quantization_loss import is_count
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
-from hpctrain.train.layout_difference import TOLERANCE, LayoutDifference, difference_of
+from hpctrain.train.layout_difference import TOLERANCE, ComparedTensor, LayoutDifference, difference_of
 from hpctrain.train.layout_state import StatePiece, residuals, spread_positions, state_pieces
 from hpctrain.train.module_probe import ProbeFinding, probe, shared_memory
 from hpctrain.train.outputs import match_calls, outputs_of
@@ -136,7 +136,7 @@ def compare(
         plain = on_one_rank(deck if one_rank is None else one_rank.with_keys(batch=batch))
         whole = tiny_trainer(plain.with_keys(memory={"recompute": "none"}), only, Mesh(only, {}))
         outputs, own = (
-            _first_step_by_own_code(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
+            _plain_first_step(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
         )
         on_one = _compute(whole, longest)
         for name, each in on_one.items():
@@ -179,8 +179,8 @@ def compare(
         elif name not in computed:
             shared = torch.empty(0)
         shard = local.shards[0] if local.shards else None
-        sums = _sums_of(name)
-        difference = difference_of(name, local.values, shared, description.scale, world, mesh, shard, sums)
+        compared = ComparedTensor(name, local.values, shared, description.scale, shard, _sums_of(name))
+        difference = difference_of(compared, world, mesh)
         differences.append(replace(difference, reference=description.reference or difference.reference))
     trainer.engine.close()
     return differences
@@ -425,9 +425,7 @@ def _comparable(
     return [name for name in shapes if name in known]
 
 
-def _first_step_by_own_code(
-    trainer: Trainer, ranks: int
-) -> tuple[dict[str, _Computed], dict[str, _Computed]]:
+def _plain_first_step(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed], dict[str, _Computed]]:
     """Compute the first step with a module's own code alone.
 
     Returns:

@@ -20,7 +20,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as module
 from hpctrain.train import inference_engine
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluate import EvaluationData, evaluate
 from hpctrain.train.run import run_deck
 from tests.data.preparing import prepare
 from tests.generate.test_text_model import MIXTURE, make_checkpoint
@@ -48,7 +48,7 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(world: World, run: Path, files: list[Path], *overrides: str, sequences: int | None = 3) -> Any:
     """What JSON tells, on all ranks."""
     shown: list[str] = []
-    evaluate(world, run, files, sequences, overrides, True, shown.append, lambda _: None)
+    evaluate(world, run, EvaluationData(files, sequences), overrides, True, shown.append, lambda _: None)
     return world.everyone.broadcast_object(json.loads(shown[0]) if shown else None)
 
 
@@ -81,7 +81,15 @@ def test_in_parts_it_finds_the_same(
         assert one["sequences"] == other["sequences"] > 10
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-7)
     shown: list[str] = []
-    evaluate(world, run / "checkpoints" / "latest", files, 5, (), False, shown.append, lambda _: None)
+    evaluate(
+        world,
+        run / "checkpoints" / "latest",
+        EvaluationData(files, 5),
+        (),
+        False,
+        shown.append,
+        lambda _: None,
+    )
     if world.rank == 0:
         head, first, second, _, where = shown[0].splitlines()
         assert " ".join(head.split()) == "token file sequences target tokens loss perplexity bits/byte"
@@ -120,10 +128,10 @@ def test_what_it_refuses(world: World, run: Path) -> None:
     ]
     for files, sequences, overrides, sentence in wrong:
         with pytest.raises(HpctrainError) as caught:
-            evaluate(world, run, files, sequences, overrides, True, print, print)
+            evaluate(world, run, EvaluationData(files, sequences), overrides, True, print, print)
         assert any(sentence in problem for problem in caught.value.problems), caught.value.problems
     with pytest.raises(HpctrainError, match="no such run folder or checkpoint"):
-        evaluate(world, folder / "nowhere", [folder / "a.h5"], None, (), True, print, print)
+        evaluate(world, folder / "nowhere", EvaluationData([folder / "a.h5"]), (), True, print, print)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -145,7 +153,7 @@ def test_ranks_ask_for_as_much_memory_as_they_hold(
     monkeypatch.setattr(inference_engine, "require_memory", lambda *given: asked.append(given[3]))
     make_checkpoint(world, mpi_tmp_path / "a.h5", *layout)
     deck = stored_deck(read_state(mpi_tmp_path / "a.h5"), mpi_tmp_path / "a.h5")
-    engine = inference_engine.shown_engine(mpi_tmp_path / "a.h5", deck, world)
+    engine = inference_engine.load_inference_engine(mpi_tmp_path / "a.h5", deck, world)
     held = sum(bucket.owned_values.nbytes for bucket in engine.stage.buckets)
     assert asked == [pytest.approx(held, rel=0.1)]
 

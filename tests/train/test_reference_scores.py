@@ -187,7 +187,8 @@ def test_a_replay_leaves_nothing(world: World, mpi_tmp_path: Path, monkeypatch: 
 def told(world: World, run: Path, files: list[Path], *overrides: str) -> Any:
     """Return what `hpctrain evaluate` tells of token files as JSON, on all ranks."""
     shown: list[str] = []
-    evaluate_module.evaluate(world, run, files, None, overrides, True, shown.append, lambda _: None)
+    data = evaluate_module.EvaluationData(files)
+    evaluate_module.evaluate(world, run, data, overrides, True, shown.append, lambda _: None)
     return world.everyone.broadcast_object(json.loads(shown[0]) if shown else None)
 
 

@@ -19,7 +19,7 @@ from hpctrain.generate.generation_model import load
 from hpctrain.generate.model_loading import load_model
 from hpctrain.post.task import evaluate_task
 from hpctrain.report.metric_rows import read_metrics
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluate import EvaluationData, evaluate
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
 from tests.data.preparing import prepare, prepare_rows
@@ -97,7 +97,7 @@ def folder(world: World, mpi_tmp_path: Path) -> Path:
 def told(world: World, run: Path, files: Sequence[Path], *overrides: str) -> Any:
     """What `evaluate` tells, on all ranks."""
     shown: list[str] = []
-    evaluate(world, run, files, None, overrides, True, shown.append, lambda _: None)
+    evaluate(world, run, EvaluationData(files), overrides, True, shown.append, lambda _: None)
     return world.everyone.broadcast_object(json.loads(shown[0]) if shown else None)
 
 
@@ -152,7 +152,7 @@ def test_what_is_refused_at_the_start(world: World, folder: Path) -> None:
     with pytest.raises(HpctrainError, match=r'=next-token: .* was trained with "reward", and another'):
         resume(world, folder / "run", ["run.steps=2", "objective.kind=next-token", "objective.centering=0"])
     with pytest.raises(HpctrainError, match=r"--sequences 5: must be even, as a pair of answers"):
-        evaluate(world, folder / "run", [folder / "others.h5"], 5, (), True, print, print)
+        evaluate(world, folder / "run", EvaluationData([folder / "others.h5"], 5), (), True, print, print)
 
 
 _FIGURES = ("loss", "margin", "chosen", "rejected")

@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.generate.generation_model import load
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluate import EvaluationData, evaluate
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.step import Step, TrainState
 from tests.data.preparing import prepare
@@ -148,7 +148,15 @@ def test_infinite_weight_is_named_and_not_loaded(
     assert (begin, remedy) == (found, "start from an earlier checkpoint, or from another model)")
     caplog.clear()
     load(path, device="cpu")  # it can still be looked at
-    evaluate(world.single_rank_world(), path, [folder / "tokens.h5"], 2, [], True, output.append, print)
+    evaluate(
+        world.single_rank_world(),
+        path,
+        EvaluationData([folder / "tokens.h5"], 2),
+        [],
+        True,
+        output.append,
+        print,
+    )
     assert [record.message.partition(" (")[0] for record in caplog.records] == [found, found]
     assert json.loads(output[0])["evaluations"][0]["loss"] is None
 

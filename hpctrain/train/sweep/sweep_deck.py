@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.errors import EXIT_AGAIN, EXIT_DIFFERENT, EXIT_DONE, HpctrainError, require
@@ -32,16 +32,31 @@ _MEMORY_SECTIONS = ("model", "batch", "layout", "memory", "precision", "optimize
 """Sections whose keys change the memory of a run."""
 
 
+@dataclass(frozen=True)
+class SweepTrainingOptions:
+    """Options of a sweep on this machine.
+
+    Attributes:
+        slots: Number of concurrent runs; None for as many as fit.
+        show_only: True to show the results without training.
+        picture: File for a picture, if any.
+        output: File for the results as JSON, if any.
+        figure: Metric by which the best run is chosen, if any.
+    """
+
+    slots: int | None
+    show_only: bool
+    picture: Path | None
+    output: Path | None
+    figure: str | None
+
+
 def sweep_deck(
     path: Path,
     arguments: Sequence[str],
     ranks: int,
-    slots: int | None,
     name: str | None,
-    show_only: bool,
-    picture: Path | None,
-    output: Path | None,
-    figure: str | None,
+    options: SweepTrainingOptions,
     show: ShowLine,
 ) -> int:
     """Train all runs of a sweep that are not done on this machine, and show their results.
@@ -50,12 +65,8 @@ def sweep_deck(
         path: Path of the deck.
         arguments: `--set` arguments, with several values separated by commas.
         ranks: Number of ranks of each run.
-        slots: Number of concurrent runs; None for as many as fit.
         name: Name of the sweep, if any.
-        show_only: True to show the results without training.
-        picture: File for a picture, if any.
-        output: File for the results as JSON, if any.
-        figure: Metric by which the best run is chosen, if any.
+        options: Options of the training and the output.
         show: Prints a line.
 
     Returns:
@@ -64,15 +75,16 @@ def sweep_deck(
     Raises:
         HpctrainError: A run of the sweep is invalid. It is raised before any run starts.
     """
+    picture, output = options.picture, options.output
     for file in (picture, output):
         if file is not None:
             require_writable(file)
     if picture is not None:
         require("matplotlib", "drawing pictures")
     sweep = make_sweep(path, arguments, ranks, name)
-    metric = find_metric(sweep, figure)
+    metric = find_metric(sweep, options.figure)
     codes: Mapping[str, int] = {}
-    if not show_only:
+    if not options.show_only:
         refuse_ranks(os.environ)
         record(sweep)
         remaining = [each.variant for each in results_of(sweep) if not each.done]
@@ -81,19 +93,19 @@ def sweep_deck(
         remaining = without_running(remaining, show)
         if remaining:
             most = max(each.deck.run.threads for each in remaining)
-            free = make_slots(slots, ranks, most, _cores(), _gpus(remaining[0].deck.run.device))
+            free = make_slots(options.slots, ranks, most, _cores(), _gpus(remaining[0].deck.run.device))
             codes = train_all(path, remaining, ranks, free[: len(remaining)], show)
     results = results_of(sweep, codes, metric)
     show("\n".join(result_lines(sweep, results, columns(), metric)))
     if output is not None:
         best = best_of(results, metric)
-        summary = {"best": None if best is None else str(best.variant.folder), "figure": figure}
+        summary = {"best": None if best is None else str(best.variant.folder), "figure": options.figure}
         runs = [_result_row(each) | ({} if metric is None else {"figure": each.selected}) for each in results]
         write_text(output, strict_json({**summary, "runs": runs}, indent=1) + "\n")
     if picture is not None:
         words = "" if metric is None else metric.title
         draw_sweep(picture, sweep.folder.name, swept_runs(results), words)
-    if show_only or all(each.done for each in results):
+    if options.show_only or all(each.done for each in results):
         return EXIT_DONE
     return EXIT_DIFFERENT if any(each.state in ("failed", "lost") for each in results) else EXIT_AGAIN
 
