@@ -35,22 +35,22 @@ class CommonStart:
     recorded: int | None
 
 
-def recorded_alike(one: ComparedRun, other: ComparedRun) -> bool:
+def same_environment(one: ComparedRun, other: ComparedRun) -> bool:
     """Return True if both runs had one layout, the same versions and kernels, so that bits are comparable."""
-    told = [
+    environments = [
         {
             (str(sorted(each.layout.items())), str(sorted(each.versions.items())), str(each.computed))
             for each in chain
         }
         for chain in (one.history, other.history)
     ]
-    return len(told[0]) == 1 and told[0] == told[1]
+    return len(environments[0]) == 1 and environments[0] == environments[1]
 
 
 def recorded_part(one: ComparedRun, other: ComparedRun) -> int | None:
     """Return the first step whose recorded losses or norms differ by more than is expected."""
     rounding = max(ROUNDING[run.deck.precision.compute] for run in (one, other))
-    return first_difference(one, other, 0.0 if recorded_alike(one, other) else rounding)
+    return first_difference(one, other, 0.0 if same_environment(one, other) else rounding)
 
 
 def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
@@ -98,9 +98,10 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
     equal: dict[int, bool] = {}
     while low < high:
         middle = (low + high) // 2
-        found = compare_files(world, one, other, steps[middle])
-        equal[steps[middle]] = all(each.equal for each in found)
-        if equal[steps[middle]] or not (recorded_alike(one, other) or any(each.beyond for each in found)):
+        differences = compare_files(world, one, other, steps[middle])
+        equal[steps[middle]] = all(each.equal for each in differences)
+        must_be_equal = same_environment(one, other)
+        if equal[steps[middle]] or not (must_be_equal or any(each.exceeds_rounding for each in differences)):
             low = middle + 1
         else:
             high = middle
@@ -129,14 +130,14 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
 def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int) -> list[StepDifference]:
     """Compare the checkpoints of both runs after a step. Collective."""
     prints = [file_prints(world, run.stored[step], step, "start") for run in (one, other)]
-    alike = recorded_alike(one, other)
-    return StepComparison(Rounding.of(one.deck, other.deck), alike, alike).of(*prints)
+    exact = same_environment(one, other)
+    return StepComparison(Rounding.of(one.deck, other.deck), exact, exact).of(*prints)
 
 
 def file_prints(world: World, structure: CheckpointIndex, step: int, phase: str) -> StepPrints:
     """Return the fingerprints of a checkpoint, as of one rank with the whole state. Collective."""
-    found = file_fingerprints(structure, world.everyone)
-    return StepPrints(step, [_print(phase, name, each) for name, each in found.items()])
+    totals = file_fingerprints(structure, world.everyone)
+    return StepPrints(step, [_print(phase, name, each) for name, each in totals.items()])
 
 
 def of_one_rank(prints: StepPrints, phase: str) -> StepPrints:
@@ -147,8 +148,8 @@ def of_one_rank(prints: StepPrints, phase: str) -> StepPrints:
     )
 
 
-def _print(phase: str, name: str, found: Fingerprint) -> Print:
-    return Print(phase, name, (found.bits,), found.bits, found.sketch, found.broken, found.elements)
+def _print(phase: str, name: str, total: Fingerprint) -> Print:
+    return Print(phase, name, (total.bits,), total.bits, total.sketch, total.broken, total.elements)
 
 
 def _models(structure: CheckpointIndex) -> dict[str, tuple[int, ...]]:

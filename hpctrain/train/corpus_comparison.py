@@ -1,4 +1,4 @@
-"""Whether what a run is trained on is what its weights know: tokenizer, and the file or dataset of before."""
+"""Comparison of a run's tokenizer and data with those that its initial weights were trained with."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.units import format_count
 
-CORPUS = "corpus"  # the key under which a checkpoint's state tells what was trained on
+CORPUS = "corpus"
+"""Key of a checkpoint's state for the description of the training data."""
 
 SOURCE = "model_from_fingerprint"
 """Key of a checkpoint's state for the fingerprint of the weights that its run started from."""
 
 
 def known_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | None) -> dict[str, Any]:
-    """Return what checkpoints keep of what is trained on, and of the tokenizer. Collective.
+    """Return the entries of a checkpoint's state for the training data and the tokenizer. Collective.
 
-    The tokenizer is that of the token file, or, with a dataset, that of the model which a run starts from.
+    The tokenizer is that of the token file, or, with a dataset, that of the model that a run starts from.
     Its settings are those of `checkpoint` or `model.from`, and of the token file: see
     `TokenizerSettings.after_training_on`. The fingerprint of `model.from` stays that of the run's beginning.
     """
     known: dict[str, Any] = {}
     with world.agreement():
         if world.rank == 0:
-            # Items may hold what is another on every rank: what rank 0 has is known of all.
+            # The description of a dataset may differ between ranks; all use that of rank 0.
             known = {**_tokenizer_state(deck, corpus, checkpoint), CORPUS: _describe(corpus)}
             known |= _source_state(deck, checkpoint)
         else:
@@ -117,10 +118,13 @@ def _with_context(settings: TokenizerSettings, state: Mapping[str, Any], path: P
 
 
 def compare_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | None) -> list[str]:
-    """Compare what is trained on with what the weights come from: `checkpoint`, or else model.from.
+    """Compare tokenizer and data with those of the weights, from `checkpoint` or else model.from. Collective.
 
-    Collective. Returns lines of what the user should know, on rank 0. HpctrainError on all ranks where the
-    tokenizer is another one and data.other_tokenizer does not allow it.
+    Returns:
+        Warnings for the user, on rank 0.
+
+    Raises:
+        HpctrainError: The tokenizers differ, and data.other_tokenizer does not allow it. Raised on all ranks.
     """
     lines: list[str] = []
     with world.agreement():
@@ -139,7 +143,7 @@ def compare_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | 
 
 
 def same_corpus(state: Mapping[str, Any], corpus: Corpus) -> bool:
-    """Whether a checkpoint's state was trained on this one; one that does not tell may have been."""
+    """Return False if a checkpoint's state was trained on another corpus. If it names none, return True."""
     before = state.get(CORPUS)
     if before is None:
         return True
@@ -148,7 +152,7 @@ def same_corpus(state: Mapping[str, Any], corpus: Corpus) -> bool:
 
 
 def corpus_key(deck: Deck) -> tuple[str, str]:
-    """The key that names what is trained on, and what that is."""
+    """Return the deck's key for the training data, and the kind of this data for messages."""
     if deck.data.dataset is not None:
         return "data.dataset", "dataset"
     if deck.data.mixture is not None:
@@ -190,7 +194,7 @@ def _compare_corpora(deck: Deck, corpus: Corpus, checkpoint: Path, state: Mappin
 
 
 def _size(known: Mapping[str, Any]) -> str:
-    """In words; of a dataset also what made it."""
+    """Return the size of a corpus as text, for a dataset with its arguments."""
     if "tokens" in known:
         return f"{format_count(known['tokens'])} tokens"
     return f"{known['samples']} samples of {known['dataset']} with {toml_value(known['arguments'])}"
@@ -203,7 +207,7 @@ def _title(deck: Deck) -> str:
 
 
 def _describe(corpus: Corpus) -> dict[str, Any]:
-    """What one is known by."""
+    """Return the entry of a checkpoint's state that identifies a corpus."""
     if corpus.dataset is not None:
         return corpus.dataset.described()
     assert corpus.trained is not None

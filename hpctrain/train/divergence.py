@@ -1,7 +1,7 @@
-"""Where two steps first differ, by their fingerprints, and whether rounding explains it.
+"""Comparison of two steps by their fingerprints: which tensors differ beyond rounding.
 
-On one layout bits are compared, rank by rank. On others numbers add up in another order: then a difference is
-told from rounding by its size, which a sketch tells.
+On the same layout bits are compared, rank by rank. Different layouts add numbers in different orders. Then
+the size of a difference, estimated from sketches, decides whether it counts as rounding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from hpctrain.train.fingerprints import AS_COMPUTED, NORM, RATE, Print, StepPrin
 
 
 class Rounding(NamedTuple):
-    """What counts as rounding, of the length of what differs: of activations and the loss, of gradients, and
-    of weights and state.
+    """Largest relative differences that count as rounding, as fractions of a tensor's norm.
+
+    Attributes:
+        activations: Limit for activations and the loss.
+        gradients: Limit for gradients.
+        weights: Limit for weights and optimizer state.
     """
 
     activations: float
@@ -30,10 +34,10 @@ class Rounding(NamedTuple):
 
     @staticmethod
     def of(*decks: Deck) -> Rounding:
-        """That of the deck which rounds more, by its precision; of Muon's updates more counts as that."""
-        found = [ROUNDING[deck.precision.compute] for deck in decks]
+        """Return the limits of the deck with the lower precision; those of weights are higher for Muon."""
+        limits = [ROUNDING[deck.precision.compute] for deck in decks]
         factor = max(_AMPLIFIED.get(deck.optimizer.name, 1) for deck in decks)
-        rounding = Rounding(*map(max, *found)) if len(found) > 1 else found[0]
+        rounding = Rounding(*map(max, *limits)) if len(limits) > 1 else limits[0]
         return rounding._replace(weights=rounding.weights * factor)
 
 
@@ -43,22 +47,29 @@ ROUNDING = {
     "fp16": Rounding(1e-2, 4e-2, 4e-2),
     "fp8": Rounding(1.5e-1, 3e-1, 3e-1),
 }
-"""By precision. Measured one rank beside two: over ten steps of models of two blocks on eight layouts (data,
-ZeRO 1 and 3, tensor, sequence, two pipelines, context), over three steps of experts that are split, and of
-gpt2 of twelve blocks and 12M parameters on two tensor ranks. The largest differences were in fp32 9e-7, 9e-6
-and 5e-6, in bf16 2e-2, 4e-2 and 3e-2, in fp16 3e-3, 1e-2 and 9e-3, in fp8 3e-2, 1e-1 and 7e-2.
+"""Limits by `precision.compute`. They are based on measured differences between one rank and two ranks.
+
+Measured were ten steps of models with two blocks on eight layouts (data, ZeRO 1 and 3, tensor, sequence, two
+pipelines, context), three steps with split experts, and three steps of gpt2 with twelve blocks and 12M
+parameters on two tensor ranks. The largest differences were in fp32 9e-7, 9e-6 and 5e-6, in bf16 2e-2, 4e-2
+and 3e-2, in fp16 3e-3, 1e-2 and 9e-3, in fp8 3e-2, 1e-1 and 7e-2.
 """
 
 _AMPLIFIED = {"muon": 20}
-"""By how much more an update rounds; measured 1e-3 in three steps in fp32, where a root is iterated."""
+"""Factor by which rounding of updates is larger, by optimizer.
+
+Muon iterates a matrix root; its differences were 1e-3 in three steps in fp32.
+"""
 
 GROWTH = 10
-"""What a step may make of the difference of the weights that it begins with."""
+"""Factor by which a step may enlarge the relative difference of the weights before it."""
 
 FLOOR = 1e-2
-"""Of the usual size of a gradient's elements: gradients that are smaller are measured by that. Adam makes
-steps of full size of the rounding of a gradient that ought to be zero, as that of the keys' bias: what such a
-gradient has ever changed is not looked at on another layout.
+"""Fraction of the median root mean square of gradients below which a gradient is negligible.
+
+Differences of smaller gradients are measured relative to this size. Adam makes full-sized steps from the
+rounding errors of a gradient that should be zero, such as that of the bias of keys. Parameters with such
+gradients are not compared between different layouts.
 """
 
 _MOMENT = "/optimizer/exp_avg/"
@@ -67,9 +78,17 @@ _WEIGHTS = re.compile(r"/(replicas\.)?(model|master|optimizer/[^/]+|computed)/")
 
 @dataclass(frozen=True)
 class StepDifference:
-    """How far apart a tensor is in two steps: the length of the difference over that of the tensor, infinite
-    where one of them is not finite or is of other samples; what of that is rounding; whether the bits are
-    the same, and on which ranks they are not, where ranks are comparable.
+    """Difference of one tensor between two steps.
+
+    Attributes:
+        step: Number of the step.
+        phase: Phase of the step, from `PHASES`.
+        name: Name of the fingerprint.
+        size: Norm of the difference relative to the norm of the tensor. It is infinite if one tensor is not
+            finite, or if the samples differ.
+        allowed: Largest `size` that counts as rounding.
+        equal: True if the bits are equal.
+        ranks: Ranks on which the bits differ; empty if ranks cannot be compared.
     """
 
     step: int
@@ -81,112 +100,119 @@ class StepDifference:
     ranks: tuple[int, ...] = ()
 
     @property
-    def beyond(self) -> bool:
-        """Whether rounding does not explain it."""
+    def exceeds_rounding(self) -> bool:
+        """True if rounding does not explain the difference."""
         return not self.size <= self.allowed
 
     @property
-    def told(self) -> str:
-        """What it is, in words."""
+    def description(self) -> str:
+        """Name of the tensor for messages."""
         return tensor_text(self.phase, self.name)
 
 
 @dataclass
 class StepComparison:
-    """Compares the steps of two trainers, one after the other, which differ by `rounding` in any case.
+    """Comparison of the steps of two trainers, in their order.
 
-    `alike` says that they have one layout, so that each rank has the same piece, `exact` that they are to
-    have the same bits. `quiet` will be the tensors whose gradients were rounding alone.
+    Attributes:
+        rounding: Limits of differences that count as rounding.
+        same_layout: True if both have the same layout, so that each rank has the same pieces.
+        exact: True if the bits must be equal.
+        negligible: Parameters whose gradients were only rounding errors in any step so far.
     """
 
     rounding: Rounding
-    alike: bool
+    same_layout: bool
     exact: bool
-    quiet: set[str] = field(default_factory=set)
+    negligible: set[str] = field(default_factory=set)
 
     def of(self, one: StepPrints, other: StepPrints) -> list[StepDifference]:
-        """All that both steps have, in the order of the step."""
+        """Return the differences of all tensors that both steps have, in the order of the step."""
         assert one.step == other.step
-        theirs, scales = other.by_key(), _Scales(one)
-        self.quiet |= scales.quiet()
-        both = [
-            (each, there)
-            for each in one.prints
-            if (there := theirs.get((each.phase, each.name))) is not None
-            and (self.alike or not each.name.startswith("/") or _WEIGHTS.match(each.name))
+        other_prints, scales = other.by_key(), _Scales(one)
+        self.negligible |= scales.negligible()
+        pairs = [
+            (first, second)
+            for first in one.prints
+            if (second := other_prints.get((first.phase, first.name))) is not None
+            and (self.same_layout or not first.name.startswith("/") or _WEIGHTS.match(first.name))
         ]
-        known = [(mine, their, scales.apart(mine, their)) for mine, their in both]
-        level = max((size for mine, _, size in known if self._is_weight(mine)), default=0.0)
-        return [self._apart(one.step, mine, their, size, level) for mine, their, size in known]
+        sizes = [scales.relative_difference(first, second) for first, second in pairs]
+        weight_sizes = (size for (first, _), size in zip(pairs, sizes, strict=True) if self._is_weight(first))
+        level = max(weight_sizes, default=0.0)
+        return [
+            self._difference(one.step, first, second, size, level)
+            for (first, second), size in zip(pairs, sizes, strict=True)
+        ]
 
-    def first(self, found: Sequence[StepDifference]) -> StepDifference | None:
-        """The first that differs, by bits or beyond rounding, whichever tells here."""
-        return first_of(found, bits=self.exact)
+    def first(self, differences: Sequence[StepDifference]) -> StepDifference | None:
+        """Return the first tensor that differs: in bits if these must be equal, else beyond rounding."""
+        return first_of(differences, bits=self.exact)
 
     def _is_weight(self, each: Print) -> bool:
-        """Whether it is a weight that the step begins with: what comes of it is as far apart as these are."""
+        """Return True for weights before the step, whose differences determine those of later phases."""
         weights = ("/model/", "/master/", "/replicas.model/", "/replicas.master/")
-        return each.phase == "start" and each.name.startswith(weights) and not self._is_quiet(each)
+        return each.phase == "start" and each.name.startswith(weights) and not self._is_negligible(each)
 
-    def _is_quiet(self, each: Print) -> bool:
-        return not self.exact and each.name.startswith("/") and parameter_of(each.name) in self.quiet
+    def _is_negligible(self, each: Print) -> bool:
+        return not self.exact and each.name.startswith("/") and parameter_of(each.name) in self.negligible
 
-    def _apart(self, step: int, mine: Print, their: Print, size: float, level: float) -> StepDifference:
-        ranks = range(len(mine.bits)) if self.alike else ()
-        differing = tuple(rank for rank in ranks if mine.bits[rank] != their.bits[rank])
-        if self.alike:
+    def _difference(self, step: int, one: Print, other: Print, size: float, level: float) -> StepDifference:
+        ranks = range(len(one.bits)) if self.same_layout else ()
+        differing = tuple(rank for rank in ranks if one.bits[rank] != other.bits[rank])
+        if self.same_layout:
             equal = not differing
         else:
-            equal = size == 0.0 if mine.phase == "gradient" else mine.total == their.total
+            equal = size == 0.0 if one.phase == "gradient" else one.total == other.total
         rounding = self.rounding
-        if mine.phase == "samples" and mine.name == REFERENCE:
-            allowed = rounding.activations  # what another model made of them, computed on each layout
-        elif mine.phase == "samples":
+        if one.phase == "samples" and one.name == REFERENCE:
+            allowed = rounding.activations  # scores of a reference model, which are computed on each layout
+        elif one.phase == "samples":
             size, allowed = 0.0 if equal else inf, 0.0
-        elif mine.name == RATE:
+        elif one.name == RATE:
             allowed = 1e-12
-        elif mine.phase == "start":
-            allowed = inf if self._is_quiet(mine) else rounding.weights
+        elif one.phase == "start":
+            allowed = inf if self._is_negligible(one) else rounding.weights
         else:
             base = {"forward": rounding.activations, "update": rounding.weights}
-            allowed = max(base.get(mine.phase, rounding.gradients), GROWTH * level)
-            allowed = inf if self._is_quiet(mine) else allowed
-        return StepDifference(step, mine.phase, mine.name, size, allowed, equal, differing)
+            allowed = max(base.get(one.phase, rounding.gradients), GROWTH * level)
+            allowed = inf if self._is_negligible(one) else allowed
+        return StepDifference(step, one.phase, one.name, size, allowed, equal, differing)
 
 
-def first_of(found: Sequence[StepDifference], bits: bool) -> StepDifference | None:
-    """The first that differs: in `bits`, or beyond rounding."""
-    differing = (each for each in found if (not each.equal if bits else each.beyond))
+def first_of(differences: Sequence[StepDifference], bits: bool) -> StepDifference | None:
+    """Return the first tensor that differs, in any bit if `bits` is True, else by more than rounding."""
+    differing = (each for each in differences if (not each.equal if bits else each.exceeds_rounding))
     return next(differing, None)
 
 
-def unsummed(step: StepPrints, name: str) -> float:
-    """How far the sum of a gradient is from the sum of what ranks had, in the step itself."""
-    known = step.by_key()
-    own, summed = known.get(("gradient", name)), known.get(("reduction", name))
-    if own is None or summed is None:
+def reduction_error(step: StepPrints, name: str) -> float:
+    """Return the relative difference between a reduced gradient and the sum of the ranks' gradients."""
+    prints = step.by_key()
+    gradient, reduced = prints.get(("gradient", name)), prints.get(("reduction", name))
+    if gradient is None or reduced is None:
         return 0.0
-    size = sketch_norm(own.sketch)
-    return sketch_norm(own.sketch - summed.sketch) / size if size else 0.0
+    size = sketch_norm(gradient.sketch)
+    return sketch_norm(gradient.sketch - reduced.sketch) / size if size else 0.0
 
 
 def changed_between(before: StepPrints, after: StepPrints) -> list[str]:
-    """What of weights and state had other bits at the start of a step than after the one before."""
-    left = {each.name: each.bits for each in before.prints if each.phase == "update"}
+    """Return the weights and states whose bits changed between the end of a step and the next step."""
+    previous = {each.name: each.bits for each in before.prints if each.phase == "update"}
     return [
         each.name
         for each in after.prints
-        if each.phase == "start" and left.get(each.name, each.bits) != each.bits
+        if each.phase == "start" and previous.get(each.name, each.bits) != each.bits
     ]
 
 
 def parameter_of(name: str) -> str:
-    """The parameter to which a dataset belongs."""
+    """Return the name of the parameter that a dataset of a checkpoint belongs to."""
     return name.rpartition("/")[2]
 
 
 def tensor_text(phase: str, name: str) -> str:
-    """A tensor of a phase in words."""
+    """Return the name of a tensor of a phase for messages."""
     if not name.startswith("/"):
         return f"gradient of {name}" if phase in {"gradient", "reduction"} and name != NORM else name
     kind, parameter = name[1:].rpartition("/")[::2]
@@ -199,41 +225,41 @@ def tensor_text(phase: str, name: str) -> str:
 
 
 class _Scales:
-    """By what differences of a step's tensors are measured."""
+    """Sizes of a step's tensors, to which differences are relative."""
 
     def __init__(self, step: StepPrints) -> None:
-        self._known, self._usual = step.by_key(), dict[str, float]()
+        self._prints, self._median_sizes = step.by_key(), dict[str, float]()
         for phase in ("gradient", "reduction"):
             sizes = [size for _, size in self._elements(phase)]
-            self._usual[phase] = median(sizes) if sizes else 0.0
+            self._median_sizes[phase] = median(sizes) if sizes else 0.0
 
     def _elements(self, phase: str, state: str = "") -> Iterator[tuple[str, float]]:
-        """The usual size of the elements of each gradient, or of a state, by parameter."""
-        for (where, name), each in self._known.items():
+        """Yield parameters with the root mean square of their gradient, or of a state, in a phase."""
+        for (where, name), each in self._prints.items():
             if where == phase and name.startswith(state) and name != NORM and each.elements:
                 yield parameter_of(name), sketch_norm(each.sketch) / sqrt(each.elements)
 
-    def quiet(self) -> set[str]:
-        """Tensors with hardly any gradient: now, or as moments tell, before."""
-        found: set[str] = set()
-        for where in (("reduction", ""), ("start", _MOMENT), ("update", _MOMENT)):
-            sizes = dict(self._elements(*where))
-            usual = median(sizes.values()) if sizes else 0.0
-            found |= {name for name, size in sizes.items() if size < FLOOR * usual}
-        return found
+    def negligible(self) -> set[str]:
+        """Return the parameters whose gradients or first moments are far smaller than those of the others."""
+        names: set[str] = set()
+        for phase, state in (("reduction", ""), ("start", _MOMENT), ("update", _MOMENT)):
+            sizes = dict(self._elements(phase, state))
+            limit = FLOOR * median(sizes.values()) if sizes else 0.0
+            names |= {name for name, size in sizes.items() if size < limit}
+        return names
 
-    def apart(self, mine: Print, their: Print) -> float:
-        """The difference of two over the size of such a tensor.
+    def relative_difference(self, one: Print, other: Print) -> float:
+        """Return the norm of the difference of a tensor between two steps, relative to the tensor's size.
 
-        Gradients of queries and keys are measured by that of the values, too: through softmax go sums that
-        nearly cancel.
+        The size of a query's or key's gradient is at least that of the value's gradient. The softmax computes
+        it from sums that nearly cancel, so that its rounding errors are large.
         """
-        gap = inf if mine.broken != their.broken else sketch_norm(mine.sketch - their.sketch)
+        gap = inf if one.broken != other.broken else sketch_norm(one.sketch - other.sketch)
         if not gap:
             return 0.0
-        scale = max(sketch_norm(mine.sketch), sketch_norm(their.sketch))
-        if mine.phase in self._usual and mine.name != NORM:
-            values = self._known.get((mine.phase, re.sub(r"\.(query|key)\.", ".value.", mine.name)))
-            beside = 0.0 if values is None else sketch_norm(values.sketch)
-            scale = max(scale, beside, FLOOR * self._usual[mine.phase] * sqrt(mine.elements))
+        scale = max(sketch_norm(one.sketch), sketch_norm(other.sketch))
+        if one.phase in self._median_sizes and one.name != NORM:
+            value = self._prints.get((one.phase, re.sub(r"\.(query|key)\.", ".value.", one.name)))
+            value_norm = 0.0 if value is None else sketch_norm(value.sketch)
+            scale = max(scale, value_norm, FLOOR * self._median_sizes[one.phase] * sqrt(one.elements))
         return gap / scale if scale else inf

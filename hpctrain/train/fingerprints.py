@@ -1,7 +1,6 @@
-"""Fingerprints of all that a step reads, computes, sums and changes, in the order in which it does.
+"""Fingerprints of all tensors of a step: samples, weights, activations, gradients and optimizer state.
 
-By them two steps are compared without having both: see `train/divergence.py`. What is looked at stays as it
-is.
+`train/divergence.py` compares two steps by their fingerprints. Taking them changes no tensor.
 """
 
 from __future__ import annotations
@@ -30,27 +29,37 @@ from hpctrain.train.outputs import in_backward
 from hpctrain.train.trainer import Trainer
 
 PHASES = ("start", "samples", "forward", "gradient", "reduction", "update")
-"""Of a step: weights and state before it; what is read; what blocks give, and the loss; each rank's own
-gradients, before they are summed; the sums, and their norm; the rate, weights and state after it.
+"""Phases of a step, in their order.
+
+They are: weights and state before the step; its samples; outputs of blocks, and the loss; gradients of each
+rank before the reduction; reduced gradients and their norm; learning rate, weights and state after the step.
 """
 
 LOSS, NORM, RATE = "loss", "gradient norm", "learning rate"
 AS_COMPUTED = "/computed/"
-"""What names begin with of whole weights that layers compute with, which ZeRO gathers from slices."""
+"""Prefix of the names of complete weights that layers compute with, which ZeRO gathers from shards."""
 
 Key = tuple[str, str]
 _Copy = tuple[int, int]
 _ONE: _Copy = (0, 1)
-_LAST = 1e9  # place behind all others
+_LAST = 1e9  # place after all others
 
 
 @dataclass(frozen=True)
 class Print:
-    """The fingerprint of one tensor in one phase of a step, over all ranks.
+    """Fingerprint of one tensor in one phase of a step, over all ranks.
 
-    `name` is the dataset's, as of a checkpoint, of weights and state, else what it is in words. `bits` are
-    each rank's own, `total` those of all of the tensor, each element once; in `sketch` and `broken` copies
-    count together as one, and the ranks' own gradients as their sum.
+    Replicas of an element count as one in `sketch` and `broken`, and gradients before the reduction as their
+    sum.
+
+    Attributes:
+        phase: The phase, from `PHASES`.
+        name: Dataset of a checkpoint for weights and state, else a name for messages.
+        bits: Checksum of each rank's piece.
+        total: Checksum of the complete tensor, with each element once.
+        sketch: Sketch of the finite elements, from which the norm of a difference is estimated.
+        broken: Number of elements that are not finite.
+        elements: Number of elements.
     """
 
     phase: str
@@ -64,8 +73,13 @@ class Print:
 
 @dataclass(frozen=True)
 class StepPrints:
-    """Those of a step, in their order, the same on all ranks; of each sample, by number, a hash; the step's
-    metrics, which are among the prints, by name.
+    """Fingerprints of a step, equal on all ranks.
+
+    Attributes:
+        step: Number of the step.
+        prints: The fingerprints, in the order of the step.
+        samples: Hash of each sample, by its number.
+        metrics: Loss, gradient norm and learning rate, by name. They have fingerprints, too.
     """
 
     step: int
@@ -74,28 +88,39 @@ class StepPrints:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def by_key(self) -> dict[Key, Print]:
-        """By phase and name."""
+        """Return the fingerprints by phase and name."""
         return {(each.phase, each.name): each for each in self.prints}
 
 
 @dataclass
 class _LocalPrint:
-    """This rank's part of a Print; its place in the phase."""
+    """Local part of a Print.
+
+    Attributes:
+        place: Sort key within the phase.
+        fingerprint: Fingerprint of the local elements.
+        total: Local part of the checksum of the complete tensor.
+    """
 
     place: tuple[float, float]
-    own: Fingerprint = field(default_factory=Fingerprint)
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
     total: int = 0
 
 
 class Fingerprints(Hook):
-    """Takes those of each step of a trainer, the `last` one's to be had after it; the last of its hooks.
+    """Hook that takes the fingerprints of each step of a trainer; it must be the trainer's last hook.
 
-    Collective, as the step is.
+    It is collective, like the step.
+
+    Attributes:
+        trainer: The trainer.
+        engine: Its engine.
+        last: Fingerprints of the last step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.engine = trainer, trainer.engine
-        # They know the micro-batch of an action, also if layers record nothing.
+        # The statistics hold the number of the current micro-batch, even if layers record nothing.
         trainer.step.executor.statistics = self.engine.stage.layer_context.statistics
         self.last: StepPrints | None = None
         self._rows: dict[Key, _LocalPrint] | None = None
@@ -104,11 +129,11 @@ class Fingerprints(Hook):
         self._summed = False
         mesh = self.engine.mesh
         axes = ("pipeline", "context", "tensor")
-        alike = all(mesh.coordinate(axis) == 0 for axis in axes)
-        self._of_tokens: _Copy = (0 if alike else 1, int(np.prod([mesh.size(axis) for axis in axes])))
+        is_first = all(mesh.coordinate(axis) == 0 for axis in axes)
+        self._of_tokens: _Copy = (0 if is_first else 1, int(np.prod([mesh.size(axis) for axis in axes])))
         world = self.engine.world
         self._of_all: _Copy = (world.rank, world.size)
-        # Slices of tied tables are cut in other places on the two stages, so that none is a copy.
+        # The two stages of a tied table shard it at different places, so that shards are not replicas.
         self._tied = {
             segment.parameter.shard.name: (segment.replication.stage_copy, segment.replication.stage_copies)
             for bucket in self.engine.stage.buckets
@@ -124,16 +149,16 @@ class Fingerprints(Hook):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
-        """Look at what a step begins with, and have its passes and sums looked at."""
+        """Take the fingerprints before a step, and register the hooks that take those within it."""
         self._rows, self._samples, self._summed = {}, {}, False
         self._state("start")
         step_of, synchronizer = self.trainer.step, self.engine.stage.synchronizer
         before = step_of.before_pass, synchronizer.before_reduction
-        step_of.before_pass, synchronizer.before_reduction = self._read, self._own_gradients
+        step_of.before_pass, synchronizer.before_reduction = self._read, self._local_gradients
         handles = [
             module.register_forward_hook(partial(self._output, part, name, number))
             for part in self.engine.stage.models
-            for name, number, module in _watched(part)
+            for name, number, module in _observed_modules(part)
         ]
         try:
             yield
@@ -143,22 +168,22 @@ class Fingerprints(Hook):
                 handle.remove()
 
     def before_update(self) -> None:
-        """Look at the sums of gradients."""
+        """Take the fingerprints of the reduced gradients."""
         if self._rows is not None:
             self._sums()
 
     def after_step(self, done: StepDone) -> None:
-        """Look at what the step leaves behind, and share all."""
+        """Take the fingerprints after the step, and combine those of all ranks."""
         assert self._rows is not None
         if not self._summed:
-            self._sums()  # of a step whose update is left out
+            self._sums()  # the step skips its update
         result = done.result
         self._number("forward", LOSS, result.loss, _LAST)
         self._number("reduction", NORM, result.grad_norm, _LAST)
         self._number("update", RATE, result.learning_rate, -_LAST)
         self._state("update")
         metrics = {LOSS: result.loss, NORM: result.grad_norm, RATE: result.learning_rate}
-        self.last = self._shared(done.state.step, metrics)
+        self.last = self._combine(done.state.step, metrics)
         self._rows = None
 
     def _row(self, phase: str, name: str, place: tuple[float, float]) -> _LocalPrint:
@@ -166,22 +191,22 @@ class Fingerprints(Hook):
         return self._rows.setdefault((phase, name), _LocalPrint(place))
 
     def _add(self, row: _LocalPrint, values: Tensor, indices: Indices, copy: _Copy) -> None:
-        before = row.own.bits
-        row.own.add(values, indices, 1 / copy[1])
-        row.total += (row.own.bits - before) * (copy[0] == 0)
+        before = row.fingerprint.bits
+        row.fingerprint.add(values, indices, 1 / copy[1])
+        row.total += (row.fingerprint.bits - before) * (copy[0] == 0)
 
     def _piece(self, row: _LocalPrint, shard: Shard, values: Flat, offset: int, copy: _Copy) -> None:
-        before = row.own.bits
-        row.own.add_piece(shard, values, offset, 1 / copy[1])
-        row.total += (row.own.bits - before) * (copy[0] == 0)
+        before = row.fingerprint.bits
+        row.fingerprint.add_piece(shard, values, offset, 1 / copy[1])
+        row.total += (row.fingerprint.bits - before) * (copy[0] == 0)
 
     def _number(self, phase: str, name: str, number: float, place: float) -> None:
-        """One that all ranks have."""
+        """Add a number that all ranks have."""
         value = torch.tensor([number], dtype=torch.float64)
         self._add(self._row(phase, name, (place, 0.0)), value, np.zeros(1, np.uint64), self._of_all)
 
     def _state(self, phase: str) -> None:
-        """All that a checkpoint would hold, and weights that layers compute with, where these are others."""
+        """Add the tensors that a checkpoint holds, and the weights that layers compute with if different."""
         for entry in training_entries(self.engine.state()):
             place = self._places.get(entry.shard.name, (-1.0, 0.0))
             row = self._row(phase, entry.dataset, place)
@@ -199,14 +224,15 @@ class Fingerprints(Hook):
                 self._piece(row, shard, segment.view(bucket.values).reshape(-1), 0, copy)
 
     def _owned(self, name: str, copy: _Copy) -> _Copy:
-        """The number and count of copies of what this rank owns of a parameter, over both stages where it is
-        tied.
+        """Return this rank's number among the replicas of a parameter's piece, and how many there are.
+
+        The replicas of a tied parameter are those of both of its stages.
         """
         number, copies = self._tied.get(name, _ONE)
         return number * copy[1] + copy[0], copies * copy[1]
 
     def _read(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Look at this rank's share of the step's samples."""
+        """Add this rank's samples of the step."""
         step, state = self.trainer.step, self.trainer.state
         firsts = (step.first_sample(state, index) for index in range(len(micro_batches)))
         self._present = [(first, each.present) for first, each in zip(firsts, micro_batches, strict=True)]
@@ -215,11 +241,11 @@ class Fingerprints(Hook):
                 for place, (name, rows) in enumerate(micro.fields.items()):
                     values = rows[number].reshape(-1)
                     row = self._row("samples", name, (float(place), 0.0))
-                    before = row.own.bits
+                    before = row.fingerprint.bits
                     self._add(row, values, _indices(first + number, values.numel()), self._of_tokens)
                     if self._of_tokens[0] == 0:
                         known = self._samples.get(first + number, 0)
-                        self._samples[first + number] = (3 * known + row.own.bits - before) % 2**64
+                        self._samples[first + number] = (3 * known + row.fingerprint.bits - before) % 2**64
 
     def _output(
         self,
@@ -227,10 +253,10 @@ class Fingerprints(Hook):
         name: str,
         place: int,
         module: nn.Module,  # noqa: ARG002
-        given: Any,  # noqa: ARG002
+        inputs: Any,  # noqa: ARG002
         output: Any,
     ) -> None:
-        """Look at what a layer gives of a micro-batch in its forward pass."""
+        """Add the output of a layer for a micro-batch in the forward pass."""
         micro = self.engine.stage.layer_context.statistics.micro_batch
         if micro is None or in_backward() or (isinstance(part, ModulePart) and not part.computing()):
             return
@@ -255,7 +281,7 @@ class Fingerprints(Hook):
                 indices = (places + np.arange(features, dtype=np.uint64)).reshape(-1)
                 self._add(row, values[:, number].reshape(-1), indices, copy)
             return
-        # Of a module nobody knows which dim is what; all layouts have the same micro-batches.
+        # The meaning of a user module's dimensions is not known, but micro-batches are equal in all layouts.
         indices = _indices(first // self.trainer.step.micro_size, values.numel())
         if cut and values.dim() == 3 and values.shape[1] * tensor.size == self.engine.architecture.sequence:
             rows, length, features = values.shape
@@ -265,20 +291,20 @@ class Fingerprints(Hook):
             copy = (tensor.rank, tensor.size)
         self._add(row, values.reshape(-1), indices, copy)
 
-    def _own_gradients(self, bucket: Bucket) -> None:
-        """Look at this rank's own gradients of a bucket: of all micro-batches, or since the last sum."""
+    def _local_gradients(self, bucket: Bucket) -> None:
+        """Add a bucket's gradients of this rank, over all micro-batches or those since the last reduction."""
         whole = bucket.final_gradients()
         for segment in bucket.segments:
             shard, replication = segment.parameter.shard, segment.replication
             layer, index = self._places[shard.name]
             row = self._row("gradient", shard.name, (-layer, -index))
-            row.own.bits = 3 * row.own.bits % 2**64
+            row.fingerprint.bits = 3 * row.fingerprint.bits % 2**64
             copies = 1 if replication.partial else replication.holders.size
-            row.own.add_piece(shard, segment.view(whole).reshape(-1), 0, 1 / copies)
-            row.total = row.own.bits
+            row.fingerprint.add_piece(shard, segment.view(whole).reshape(-1), 0, 1 / copies)
+            row.total = row.fingerprint.bits
 
     def _sums(self) -> None:
-        """Look at the sums of gradients."""
+        """Add the reduced gradients."""
         self._summed = True
         for bucket in self.engine.stage.synchronizer.buckets:
             for segment, values, offset in bucket.owned_segments(bucket.owned_gradients):
@@ -290,8 +316,8 @@ class Fingerprints(Hook):
                 )
                 self._piece(row, shard, values, offset, copy)
 
-    def _shared(self, step: int, metrics: Mapping[str, float]) -> StepPrints:
-        """What all ranks have looked at. Collective."""
+    def _combine(self, step: int, metrics: Mapping[str, float]) -> StepPrints:
+        """Return the fingerprints of a step, combined from those of all ranks. Collective."""
         assert self._rows is not None
         everyone, own = self.engine.world.everyone, self._rows
         here = [[*key, *row.place] for key, row in own.items()]
@@ -304,8 +330,8 @@ class Fingerprints(Hook):
         sums = np.zeros((len(keys), SUMS + 2))
         for number, key in enumerate(keys):
             if (row := own.get(key)) is not None:
-                words[:, number] = row.own.bits, row.total % 2**64
-                sums[number] = *row.own.sketch, row.own.broken, row.own.elements
+                words[:, number] = row.fingerprint.bits, row.total % 2**64
+                sums[number] = *row.fingerprint.sketch, row.fingerprint.broken, row.fingerprint.elements
         bits = everyone.all_gather(torch.from_numpy(words.view(np.int64)).unsqueeze(0))
         of_ranks = bits.cpu().numpy().view(np.uint64)
         summed = everyone.all_reduce(torch.from_numpy(sums)).numpy()
@@ -325,7 +351,7 @@ class Fingerprints(Hook):
 
 
 def fingerprints(trainer: Trainer) -> StepPrints:
-    """Make the next step of a trainer; its fingerprints. Collective."""
+    """Make the next step of a trainer, and return its fingerprints. Collective."""
     hook = Fingerprints(trainer)
     trainer.hooks.append(hook)
     try:
@@ -337,12 +363,17 @@ def fingerprints(trainer: Trainer) -> StepPrints:
 
 
 def _indices(number: int, elements: int) -> Indices:
-    """Those of the elements of the tensor of that number, of several of one size behind each other."""
+    """Return the indices of the elements of one tensor within a concatenation of tensors of equal size.
+
+    Args:
+        number: Number of the tensor.
+        elements: Number of elements of each tensor.
+    """
     return np.arange(number * elements, (number + 1) * elements, dtype=np.uint64)
 
 
 def _kind(name: str) -> int:
-    """Weights come before what belongs to them, and after these what else is kept."""
+    """Return the sort key for kinds of tensors: weights, then their optimizer state, then all other state."""
     if not name.startswith("/"):
         return 0
     kinds = ("/model/", AS_COMPUTED, "/replicas.model/", "/master/", "/replicas.master/", "/optimizer/")
@@ -350,13 +381,13 @@ def _kind(name: str) -> int:
 
 
 def _numbered(part: ModelPart) -> Iterator[tuple[int, Layer]]:
-    """The layers of a part with their numbers in the model: what embeds is number 0."""
+    """Return the layers of a part with their numbers in the model; the embedding has number 0."""
     first = part.span.first + (not part.span.has_embedding and not isinstance(part, ModulePart))
     return enumerate(part.layers, first)
 
 
-def _watched(part: ModelPart) -> Iterator[tuple[str, int, nn.Module]]:
-    """What of a part is looked at, by name and number: a transformer's layers, or a module's blocks."""
+def _observed_modules(part: ModelPart) -> Iterator[tuple[str, int, nn.Module]]:
+    """Yield the layers of a transformer, or the blocks of a user module, with their names and numbers."""
     if isinstance(part, ModulePart):
         names = {module: name for name, module in part.module.named_modules()}
         for number, block in enumerate(part.blocks, part.span.first + 1):

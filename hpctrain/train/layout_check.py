@@ -64,16 +64,16 @@ def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Cal
     deck = choose_functions(deck, world)
     mesh = make_mesh(deck, world)
     try:
-        small, findings, found = compare_scaled_down(deck, world, mesh)
+        small, findings, differences = compare_scaled_down(deck, world, mesh)
     except MismatchError as error:
         if deck.model.module is None:
             raise
         likely = "likely code of the module that goes another way on other ranks, as a block that is left out"
         raise MismatchError(f"{'; '.join(error.problems)}: {likely}") from error
     if world.rank == 0:
-        lines = _result_lines(deck, small, findings, found, world.size, start_time)
+        lines = _result_lines(deck, small, findings, differences, world.size, start_time)
         show("\n".join([*([layout_note] if layout_note else []), *lines]))
-    fails = [*(each.fails for each in findings), *(each.fails for each in found)]
+    fails = [*(each.fails for each in findings), *(each.fails for each in differences)]
     return EXIT_DIFFERENT if any(fails) else EXIT_DONE
 
 
@@ -81,7 +81,7 @@ def _result_lines(
     deck: Deck,
     small: Deck,
     findings: Sequence[ProbeFinding],
-    found: Sequence[LayoutDifference],
+    differences: Sequence[LayoutDifference],
     ranks: int,
     start_time: float,
 ) -> list[str]:
@@ -89,13 +89,13 @@ def _result_lines(
     sizes = {name: getattr(layout, name) for name in ("pipeline", "context", "tensor")}
     data = ranks // (sizes["pipeline"] * sizes["context"] * sizes["tensor"])
     axes = sizes_text({"data": data} | sizes)
-    of_kinds = {kind: [each for each in found if _kind(each.name) == kind] for kind in _KINDS}
+    of_kinds = {kind: [each for each in differences if _kind(each.name) == kind] for kind in _KINDS}
     rows = [
         (kind, str(len(some)), f"{max(each.error for each in some):.1e}", max(some, key=_error).name)
         for kind, some in of_kinds.items()
         if some
     ]
-    failing = [each for each in found if each.fails]
+    failing = [each for each in differences if each.fails]
     selected = _select_differences(failing)[:_MAX_LINES]
     lines = [
         f"{deck.run.title}: {counted(ranks, 'rank')} ({axes}), layout.zero = {layout.zero}",
@@ -109,12 +109,16 @@ def _result_lines(
     ]
     took, bound = format_seconds(perf_counter() - start_time), f"{TOLERANCE:.0e} of their largest element"
     if any(each.fails for each in findings) and not failing:
-        lines.append(f"All {len(found)} are within {bound}, but this module has other problems ({took}).")
+        lines.append(
+            f"All {len(differences)} are within {bound}, but this module has other problems ({took})."
+        )
     elif failing:
-        wrong = f"{len(failing)} of {len(found)} differ by more than {bound}"
+        wrong = f"{len(failing)} of {len(differences)} differ by more than {bound}"
         lines.append(f"{wrong}: this layout computes a different model ({took}).")
     else:
-        lines.append(f"All {len(found)} are within {bound}: this layout computes the same model ({took}).")
+        lines.append(
+            f"All {len(differences)} are within {bound}: this layout computes the same model ({took})."
+        )
     return [line for each in lines for line in fit(each, columns())]
 
 

@@ -1,7 +1,8 @@
-"""What a module's own code does that a run on many ranks cannot go with, found by running it by itself.
+"""Tests of a user's module for behavior that a run on many ranks does not support.
 
-A pass is the forward pass of one micro-batch in training. The same random numbers and buffers have to give
-the same results; what differs is told with what the module has changed of itself, or drawn from elsewhere.
+The module runs on its own, outside of a run. Two forward passes of one micro-batch with equal random numbers
+and buffers must have equal outputs. If they do not, the likely cause is reported: state that the module
+changes, or random numbers from another generator.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _SEED, _OTHER_SEED = 1, 2
 _COMPARED = (Tensor, int, float, str, list, tuple, dict)
 _MOST_NAMED, _DEEPEST = 3, 8
 _EXACT = 1e-6
-"""To which sums of losses add up, relative to them; a module may use fp32 within."""
+"""Largest relative difference of sums of losses, since a module may compute in fp32."""
 
 
 @dataclass(frozen=True)
 class ProbeFinding:
-    """A sentence; whether what it tells makes runs differ."""
+    """Result of a test of a module: a sentence, and whether `hpctrain check` fails because of it."""
 
     sentence: str
     fails: bool = True
@@ -41,25 +42,31 @@ class ProbeFinding:
 def probe(
     call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
-    """All that is found of a module in training, called so on the host, with these `losses` of a micro-batch
-    of some samples. Its buffers, and random numbers, are as before when it is over.
+    """Yield the unsupported behavior of a module in training, in passes on the CPU.
+
+    At the end the module's buffers and the random number generators are as before.
+
+    Args:
+        call: The module, and how a run calls it.
+        micro: Micro-batch of several samples.
+        losses: Returns the loss function of a micro-batch.
     """
     module = call.module
-    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    original = {name: buffer.clone() for name, buffer in module.named_buffers()}
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         yield from _passes(call, micro)
-        _restore(module, kept)
+        _restore(module, original)
         yield from _gradients(call, micro, losses)
-        _restore(module, kept)
+        _restore(module, original)
         yield from _additive(call, micro, losses)
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
-    _restore(module, kept)
+    _restore(module, original)
 
 
 def shared_memory(module: nn.Module) -> Iterator[ProbeFinding]:
-    """Parameters that are tied by their memory, which is not theirs any more in a run."""
+    """Yield pairs of parameters that share memory. A run copies parameters, so that they would diverge."""
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         at = parameter.untyped_storage().data_ptr()
@@ -71,28 +78,28 @@ def shared_memory(module: nn.Module) -> Iterator[ProbeFinding]:
 
 
 def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
-    """In-place changes, random numbers from elsewhere, and state."""
+    """Yield in-place changes of the input, unseeded random numbers, and state outside of buffers."""
     module = call.module
-    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    # Fractions in the format in which the module gets them, so that it gets these themselves, and no copies.
+    original = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    # After the conversion `call` passes on these tensors without a copy, so that in-place changes are seen.
     micro = MicroBatch(call.convert(micro.fields))
     before = _attributes(module)
-    given = _copied(micro)
-    first = _outputs(call, given, _SEED, _SEED)
+    inputs = _copied(micro)
+    first = _outputs(call, inputs, _SEED, _SEED)
     if torch.initial_seed() != _SEED:
         yield ProbeFinding(
             "the forward pass seeds torch's random numbers itself: masks are the same in every pass and on "
             "all data ranks"
         )
-    if any(not torch.equal(field, micro.fields[name]) for name, field in given.items()):
+    if any(not torch.equal(field, micro.fields[name]) for name, field in inputs.items()):
         yield ProbeFinding(
             "the forward pass changes its input in place: the loss and other later parts see changed values"
         )
     after = _attributes(module)
     changed = _changed(before, after)
-    _restore(module, kept)
+    _restore(module, original)
     again = _outputs(call, _copied(micro), _SEED, _SEED)
-    # What the first pass alone makes, as a weight that is normalized, is no state.
+    # Attributes that only the first pass sets, such as a normalized weight, are not state.
     changing = _changed(after, _attributes(module))
     if not _equal(first, again):
         what = "draws random numbers that torch.manual_seed does not seed, or keeps state outside of buffers"
@@ -107,7 +114,7 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
         )
         yield ProbeFinding(f"{sentence}; the output did not depend on it here", fails=False)
     else:
-        _restore(module, kept)
+        _restore(module, original)
         other = _outputs(call, _copied(micro), _SEED, _OTHER_SEED)
         if not _equal(first, other):
             yield ProbeFinding(
@@ -121,7 +128,7 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
 def _gradients(
     call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
-    """Parameters that get none."""
+    """Yield the parameters that get no gradient."""
     module = call.module
     torch.manual_seed(_SEED)
     module.zero_grad(set_to_none=True)
@@ -139,37 +146,37 @@ def _gradients(
 def _additive(
     call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
-    """Losses that are no sums over samples, where the module looks at each by itself."""
+    """Yield losses that are not sums over samples, if outputs do not depend on other samples."""
     module = call.module
     rows = micro.rows
     batches = [micro, *(_row(micro, number) for number in range(rows))]
-    was = module.training
+    training = module.training
     module.eval()
-    given = [call(each.fields) for each in batches]
-    module.train(was)
-    whole, *parts = (next(tensors_of(each), torch.empty(0)) for each in given)
-    if any(each.dim() < 1 or not each.is_floating_point() for each in (whole, *parts)):
+    outputs = [call(each.fields) for each in batches]
+    module.train(training)
+    batch, *samples = (next(tensors_of(each), torch.empty(0)) for each in outputs)
+    if any(each.dim() < 1 or not each.is_floating_point() for each in (batch, *samples)):
         return
-    joined = torch.cat(parts)
-    if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=_EXACT, atol=_EXACT):
+    joined = torch.cat(samples)
+    if joined.shape != batch.shape or not torch.allclose(joined, batch, rtol=_EXACT, atol=_EXACT):
         return
-    metrics = [losses(each)(made).metrics for each, made in zip(batches, given, strict=True)]
+    metrics = [losses(each)(output).metrics for each, output in zip(batches, outputs, strict=True)]
     sums = [float(each[0]) for each in metrics]
-    apart = sum(sums[1:])
-    if abs(sums[0] - apart) > _EXACT * max(map(abs, sums)):
-        factor = f"{sums[0] / apart:.4g} times" if apart else "not"
+    one_by_one = sum(sums[1:])
+    if abs(sums[0] - one_by_one) > _EXACT * max(map(abs, sums)):
+        factor = f"{sums[0] / one_by_one:.4g} times" if one_by_one else "not"
         yield ProbeFinding(
             f"model.loss is not a sum over samples: for {counted(rows, 'sample')} at once it is "
             f"{sums[0]:.6g}, {factor} that for the same one by one: it must return a sum and a count, "
             "not a mean"
         )
     counts = [float(each[1]) for each in metrics if len(each) > 1]
-    apart = sum(counts[1:])
-    if counts and abs(counts[0] - apart) > _EXACT * max(map(abs, counts)):
+    one_by_one = sum(counts[1:])
+    if counts and abs(counts[0] - one_by_one) > _EXACT * max(map(abs, counts)):
         yield ProbeFinding(
             f"the count of model.loss does not grow with samples: for {counted(rows, 'sample')} at once it "
-            f"is {counts[0]:.6g}, but {apart:.6g} for the same one by one: it must count the terms of the "
-            "sum, so that the loss of a step does not depend on batch.micro_size"
+            f"is {counts[0]:.6g}, but {one_by_one:.6g} for the same one by one: it must count the terms of "
+            "the sum, so that the loss of a step does not depend on batch.micro_size"
         )
 
 
@@ -181,46 +188,48 @@ def _row(micro: MicroBatch, number: int) -> MicroBatch:
     return MicroBatch({name: each[number : number + 1] for name, each in micro.fields.items()})
 
 
-def _outputs(call: ModuleCall, fields: Mapping[str, Tensor], seed: int, others: int) -> list[Tensor]:
-    torch.manual_seed(seed)
-    random.seed(others)
-    np.random.seed(others)  # noqa: NPY002
+def _outputs(
+    call: ModuleCall, fields: Mapping[str, Tensor], torch_seed: int, other_seed: int
+) -> list[Tensor]:
+    torch.manual_seed(torch_seed)
+    random.seed(other_seed)
+    np.random.seed(other_seed)  # noqa: NPY002
     with torch.no_grad(), run_user_code("the module fails"):
         return [each.detach().clone() for each in tensors_of(call(fields))]
 
 
-def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(
         one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-        for one, other in zip(some, others, strict=True)
+        for one, other in zip(first, second, strict=True)
     )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What modules hold besides parameters, buffers and modules, as far as it can be compared, by name."""
-    found: dict[str, Any] = {}
+    """Return snapshots of the submodules' comparable attributes, by name, without parameters and buffers."""
+    attributes: dict[str, Any] = {}
     for name, each in module.named_modules():
         for attribute, value in vars(each).items():
             if not attribute.startswith("_") and isinstance(value, _COMPARED):
-                found[f"{name}.{attribute}".lstrip(".")] = _as_it_is(value)
-    return found
+                attributes[f"{name}.{attribute}".lstrip(".")] = _snapshot(value)
+    return attributes
 
 
-def _as_it_is(value: Any, depth: int = 0) -> Any:
-    """A copy of what can be compared in a value, which changes no more."""
+def _snapshot(value: Any, depth: int = 0) -> Any:
+    """Return a deep copy of the comparable parts of a value."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if not isinstance(value, _COMPARED) or depth == _DEEPEST:
         return type(value)
     if isinstance(value, dict):
-        return {key: _as_it_is(each, depth + 1) for key, each in value.items()}
+        return {key: _snapshot(each, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_it_is(each, depth + 1) for each in value]
+        return [_snapshot(each, depth + 1) for each in value]
     return value
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two such copies are the same."""
+    """Return True if two snapshots are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -237,13 +246,13 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name not in before or not _same(before[name], after.get(name))]
 
 
-def _restore(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
+def _restore(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
-            buffer.copy_(kept[name])
+            buffer.copy_(buffers[name])
 
 
 def _some(names: list[str]) -> str:
-    """The first of some names."""
+    """Return the first names, and the number of the others."""
     more = f" and {counted(len(names) - _MOST_NAMED, 'other')}" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,4 +1,4 @@
-"""What a module's own code makes of a step in plain torch, with nothing of ours around it."""
+"""Reference step of a user's module in plain PyTorch, without hpctrain's layers, buckets and hooks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ from hpctrain.train.trainer import Trainer
 
 
 class PlainStep(NamedTuple):
-    """The loss of a step, what the parts of a module give for its first micro-batches, and the gradient of
-    each parameter that is trained, by name: as before an update, of each that was expected to be counted. Of
-    what was counted are loss and norm.
+    """Result of a step in plain PyTorch.
+
+    Attributes:
+        loss: Loss of the step.
+        outputs: Outputs of the submodules for the first micro-batches, by name.
+        gradients: Gradient of each trained parameter before the update, by name. It is divided by the
+            expected count of the objective; `loss` and `norm` are relative to the actual count.
+        norm: Norm of all gradients.
     """
 
     loss: float
@@ -33,7 +38,7 @@ class PlainStep(NamedTuple):
 
 
 def bare_module(engine: Engine, seed: int) -> nn.Module:
-    """A module as its own code builds it, untouched."""
+    """Build the module of a run on the CPU, with the weights that its own code initializes."""
     architecture = engine.architecture
     assert isinstance(architecture, ModuleArchitecture)
     with seeded_random_numbers(seed):
@@ -41,11 +46,11 @@ def bare_module(engine: Engine, seed: int) -> nn.Module:
 
 
 def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn.Module:
-    """The same with these weights, in their format."""
+    """Build the module of a run in training mode with given weights, in their dtype."""
     module = bare_module(engine, seed)
     module.to(next(iter(weights.values())).dtype).train()
-    ours = [segment.parameter for bucket in engine.stage.buckets for segment in bucket.segments]
-    frozen = {parameter.shard.name for parameter in ours if not parameter.requires_grad}
+    parameters = [segment.parameter for bucket in engine.stage.buckets for segment in bucket.segments]
+    frozen = {parameter.shard.name for parameter in parameters if not parameter.requires_grad}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(weights[name])
@@ -54,8 +59,12 @@ def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn
 
 
 def plain_step(trainer: Trainer, weights: Mapping[str, Tensor], watched: int = 1) -> PlainStep:
-    """Of the next step of a trainer on one rank, which has these `weights`; outputs of its first `watched`
-    micro-batches.
+    """Compute the next step of a trainer on one rank in plain PyTorch.
+
+    Args:
+        trainer: The trainer, on one rank.
+        weights: Its weights, by name.
+        watched: Number of micro-batches whose outputs are returned.
     """
     step, engine, batch = trainer.step, trainer.engine, trainer.deck.batch.global_size
     module = plain_module(engine, weights, trainer.deck.run.seed)
@@ -69,9 +78,9 @@ def plain_step(trainer: Trainer, weights: Mapping[str, Tensor], watched: int = 1
             dropout = step.dropout_source(trainer.state, number)
             if dropout is not None:
                 seed_random_numbers(dropout)
-            with outputs_of({module: lambda: True} if number < watched else {}) as given:
+            with outputs_of({module: lambda: True} if number < watched else {}) as module_outputs:
                 losses = losses_of(engine, micro)(call(micro.fields))
-            outputs += [given] if number < watched else []
+            outputs += [module_outputs] if number < watched else []
             sums += torch.stack([metric.double() for metric in losses.metrics])
             losses.total.backward()
     metrics = {
@@ -88,11 +97,11 @@ def plain_step(trainer: Trainer, weights: Mapping[str, Tensor], watched: int = 1
 
 
 def call_in(engine: Engine, module: nn.Module) -> ModuleCall:
-    """The way in which a run calls its module, of this one."""
+    """Return the object that calls a module as a run does."""
     assert isinstance(engine.architecture, ModuleArchitecture)
     return engine.architecture.call(module)
 
 
 def losses_of(engine: Engine, micro: MicroBatch) -> LossFunction:
-    """The sums of a micro-batch, of what a module gives."""
+    """Return the function that computes the sums of losses of a micro-batch from a module's output."""
     return engine.objective.loss_function(ModelInputs(micro.fields, engine.positions), torch.ones(()))

@@ -1,7 +1,7 @@
-"""`hpctrain compare`: where two runs part, told from what is recorded of them, and from a replay of both.
+"""Comparison of two runs (`hpctrain compare`): first difference of their records, and of replays of both.
 
-Nothing is written. Each run is replayed by its own deck from the newest checkpoint at which both agree, one
-after the other, and every step's fingerprints are compared.
+Nothing is written. Each run is replayed by its own deck from the newest checkpoint at which both are equal,
+one after the other, and the fingerprints of every step are compared.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hpctrain.train.common_start import (
     file_prints,
     find_start,
     of_one_rank,
-    recorded_alike,
     recorded_part,
     require_comparable,
+    same_environment,
 )
 from hpctrain.train.compared_run import ComparedRun, load_run, loss_difference
 from hpctrain.train.corpus_comparison import require_same_source
@@ -42,7 +42,7 @@ from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_
 from hpctrain.train.stored_choices import computed_by, with_stored_choices
 from hpctrain.train.verdict import (
     ComparisonResult,
-    Departure,
+    RecordMismatch,
     phase_table,
     recorded_sentence,
     size_text,
@@ -50,21 +50,28 @@ from hpctrain.train.verdict import (
 )
 
 MOST_STEPS = 50
-"""Replayed, where no number is asked for."""
+"""Largest number of steps that are replayed without `--steps`."""
 
 _HEAD = f"{'run':<6} {'step':>8}  {'recorded':>12}  {'replayed':>12}  {'error':>7}  first difference"
 
 
 @dataclass
 class ReplayedRun:
-    """What came of replaying a run: on which layout, by what, why bits may differ from what was recorded, and
-    the fingerprints of its steps.
+    """Replay of a run.
+
+    Attributes:
+        run: The run.
+        deck: Deck of the replay.
+        layout: Sizes of the axes of its layout.
+        kernels: Kernels and libraries that computed it, by purpose.
+        reasons: Reasons why bits may differ from the records.
+        steps: Fingerprints of the replayed steps.
     """
 
     run: ComparedRun
     deck: Deck
     layout: dict[str, int]
-    computed: dict[str, str]
+    kernels: dict[str, str]
     reasons: list[str]
     steps: list[StepPrints] = field(default_factory=list)
 
@@ -78,13 +85,25 @@ def compare(
     records_only: bool = False,
     trust: CodeTrust = CodeTrust(),  # noqa: B008 - nothing is trusted
 ) -> int:
-    """Show on rank 0 how two runs differ, and where they part; the exit code. Collective.
+    """Show on rank 0 how two runs differ, and their first difference. Collective.
 
-    0 where they differ by no more than rounding, 1 where they do; with `records_only` alone, always 0.
-    HpctrainError on all ranks where they cannot be compared.
+    Args:
+        world: All ranks.
+        paths: Folders or checkpoints of the two runs.
+        steps: Number of steps to replay; None to choose it from the records.
+        replays: True to replay both runs if `records_only` is False.
+        show: Prints lines.
+        records_only: True to show only decks, results and speeds side by side.
+        trust: Code of the runs that may be executed.
+
+    Returns:
+        The exit code: 0 if the runs differ by no more than rounding, or with `records_only`; else 1.
+
+    Raises:
+        HpctrainError: The runs cannot be compared. It is raised on all ranks.
     """
 
-    def tell(lines: Sequence[str]) -> None:
+    def print_lines(lines: Sequence[str]) -> None:
         if world.rank == 0 and lines:
             show("\n".join(lines))
 
@@ -92,57 +111,67 @@ def compare(
         if len({realpath(path) for path in paths}) == 1:
             raise HpctrainError(f"{paths[0]}: is given twice; name two different runs")
     one, other = (load_run(world, path, trust) for path in paths)
-    tell(side_by_side(_record(one), _record(other), columns()))
+    print_lines(side_by_side(_record(one), _record(other), columns()))
     damaged = [f"Skipped: {each}" for run in (one, other) for each in run.damaged]
-    tell([line for each in damaged for line in ("", *fit(each, columns()))])
+    print_lines([line for each in damaged for line in ("", *fit(each, columns()))])
     if records_only:
         return EXIT_DONE
-    parts = recorded_part(one, other)
-    alike = recorded_alike(one, other)
-    tell(["", *fit(recorded_sentence(one, other, parts, alike), columns())])
+    differing_step = recorded_part(one, other)
+    sentence = recorded_sentence(one, other, differing_step, same_environment(one, other))
+    print_lines(["", *fit(sentence, columns())])
     if not replays:
-        return EXIT_DONE if parts is None else EXIT_DIFFERENT
+        return EXIT_DONE if differing_step is None else EXIT_DIFFERENT
     with world.agreement():
         require_comparable(one, other)
     start = find_start(world, one, other)
-    count = _count(one, other, start, steps)
-    decks = [_here(world, run, start.step) for run in (one, other)]
+    count = _number_of_steps(one, other, start, steps)
+    decks = [_deck_on_these_ranks(world, run, start.step) for run in (one, other)]
     if start.step == 0:
         for run, (deck, _) in zip((one, other), decks, strict=True):
             known = run.stored_at(0)
             purpose = "its steps are replayed from the model that its run started from"
             require_same_source(world, deck, known.state, known.path, purpose)
-    said = [*_opening(start, count, decks), *_turns((one, other), start, count)]
-    tell(["", *(line for each in said for line in fit(each, columns())), "", _HEAD])
-    first = _replay(world, one, decks[0][0], start, count, lambda replay: _told(tell, "first", replay))
+    notes = [*_opening(start, count, decks), *_rollback_sentences((one, other), start, count)]
+    print_lines(["", *(line for each in notes for line in fit(each, columns())), "", _HEAD])
+
+    def show_first(replay: ReplayedRun) -> bool:
+        print_lines([_step_line("first", replay)])
+        return False
+
+    first = _replay(world, one, decks[0][0], start, count, show_first)
     rounding = Rounding.of(*(deck for deck, _ in decks))
-    comparison = StepComparison(rounding, alike=False, exact=False)
-    found: list[StepDifference] = []
+    comparison = StepComparison(rounding, same_layout=False, exact=False)
+    differences: list[StepDifference] = []
     bits: list[StepDifference] = []
 
-    def beside(replay: ReplayedRun) -> bool:
-        nonlocal found
+    def compare_second(replay: ReplayedRun) -> bool:
+        nonlocal differences
         if len(replay.steps) == 1:
-            comparison.alike = replay.layout == first.layout
-            comparison.exact = start.equal and _computes_alike(first, replay)
-        apart = comparison.of(first.steps[len(replay.steps) - 1], replay.steps[-1])
-        differing, of_bits = comparison.first(apart), first_of(apart, bits=True)
-        if comparison.alike and of_bits is not None and not bits:
+            comparison.same_layout = replay.layout == first.layout
+            comparison.exact = start.equal and _must_be_equal(first, replay)
+        tensors = comparison.of(first.steps[len(replay.steps) - 1], replay.steps[-1])
+        differing, of_bits = comparison.first(tensors), first_of(tensors, bits=True)
+        if comparison.same_layout and of_bits is not None and not bits:
             bits.append(of_bits)
-        _told(tell, "second", replay, differing or (of_bits if comparison.alike else None))
-        found = apart if differing is not None else []
+        print_lines(
+            [_step_line("second", replay, differing or (of_bits if comparison.same_layout else None))]
+        )
+        differences = tensors if differing is not None else []
         return differing is not None
 
-    second = _replay(world, other, decks[1][0], start, count, beside)
-    if found:
-        tell(["", f"step {second.steps[-1].step}", *phase_table(found, comparison.alike, columns())])
-    departures = [] if found else [_departure(world, replay, comparison.quiet) for replay in (first, second)]
+    second = _replay(world, other, decks[1][0], start, count, compare_second)
+    mismatches = []
+    if differences:
+        table = phase_table(differences, comparison.same_layout, columns())
+        print_lines(["", f"step {second.steps[-1].step}", *table])
+    else:
+        mismatches = [_mismatch(world, replay, comparison.negligible) for replay in (first, second)]
     steps_of = first.steps, second.steps
     result = ComparisonResult(
-        one, other, start, *steps_of, found, comparison.exact, bits, departures, rounding
+        one, other, start, *steps_of, differences, comparison.exact, bits, mismatches, rounding
     )
     code, sentences = verdict_of(result)
-    tell(["", *(line for sentence in sentences for line in fit(sentence, columns()))])
+    print_lines(["", *(line for sentence in sentences for line in fit(sentence, columns()))])
     return code
 
 
@@ -151,26 +180,33 @@ def _record(run: ComparedRun) -> RunRecord:
     return RunRecord(run.path, run.deck, run.rows, chain[-1] if chain else None, run.last)
 
 
-def _count(one: ComparedRun, other: ComparedRun, start: CommonStart, wanted: int | None) -> int:
-    """How many steps to replay: to where records or checkpoints differ, and the next checkpoint behind it."""
+def _number_of_steps(one: ComparedRun, other: ComparedRun, start: CommonStart, requested: int | None) -> int:
+    """Return the number of steps to replay.
+
+    If none is requested, the replay extends to the step in which records or checkpoints differ, and on to the
+    next checkpoint. It ends before a step to which a run returned in order to skip samples.
+    """
     most = min(run.deck_after(start.step).run.steps for run in (one, other)) - start.step
-    turns = [turn for run in (one, other) if (turn := run.next_rollback(start.step)) is not None]
-    most = min(most, *(turn - start.step for turn in turns), most)
+    rollbacks = [step for run in (one, other) if (step := run.next_rollback(start.step)) is not None]
+    most = min(most, *(step - start.step for step in rollbacks), most)
     if most < 1:
         raise HpctrainError(
             f"{one.path} and {other.path} end at step {start.step}, so that there is no step to replay"
         )
-    if wanted is not None:
-        return min(wanted, most)
+    if requested is not None:
+        return min(requested, most)
     known = [step for step in (start.recorded, start.stored) if step is not None]
     last = min(known) if known else min(start.step + STEPS, one.last, other.last)
-    behind = [step for run in (one, other) for step in run.stored if step >= last]
-    within = min((step for step in behind if step - start.step <= MOST_STEPS), default=last)
+    checkpoints = [step for run in (one, other) for step in run.stored if step >= last]
+    within = min((step for step in checkpoints if step - start.step <= MOST_STEPS), default=last)
     return max(1, min(within - start.step, MOST_STEPS, most))
 
 
-def _here(world: World, run: ComparedRun, step: int) -> tuple[Deck, str]:
-    """The deck of a run's steps behind `step` on these ranks, and what is to be said of its layout."""
+def _deck_on_these_ranks(world: World, run: ComparedRun, step: int) -> tuple[Deck, str]:
+    """Return the deck of a run's steps after `step`, for these ranks, and a sentence if its layout changes.
+
+    If the layout does not fit the number of ranks, all of them become data ranks.
+    """
     with world.agreement():
         deck = run.deck_after(step)
         require_trusted(deck, run.path, run.trust)
@@ -197,11 +233,12 @@ def _opening(start: CommonStart, count: int, decks: Sequence[tuple[Deck, str]]) 
     where = f"from step {start.step}" if start.step else "from their beginning"
     how = "where both are equal, bit for bit" if start.equal else "where both are equal up to rounding"
     how = how if start.step else "by their decks"
-    return [f"Replays {counted(count, 'step')} of both {where}, {how}.", *(said for _, said in decks if said)]
+    notes = [note for _, note in decks if note]
+    return [f"Replays {counted(count, 'step')} of both {where}, {how}.", *notes]
 
 
-def _turns(runs: Sequence[ComparedRun], start: CommonStart, count: int) -> list[str]:
-    """Why the replays end where they do, if a run went back there."""
+def _rollback_sentences(runs: Sequence[ComparedRun], start: CommonStart, count: int) -> list[str]:
+    """Return the sentences about runs that returned to the last step of the replay and skipped samples."""
     end = start.step + count
     return [
         f"The replay ends there, because {run.path} returned to step {end} and skipped samples."
@@ -216,12 +253,12 @@ def _replay(
     deck: Deck,
     start: CommonStart,
     count: int,
-    stepped: Callable[[ReplayedRun], bool],
+    after_step: Callable[[ReplayedRun], bool],
 ) -> ReplayedRun:
-    """Replay `count` steps of a run, or fewer, where one tells to stop. Collective."""
+    """Replay `count` steps of a run, or fewer if `after_step` returns True. Collective."""
     known = run.stored_at(start.step)
     state, before = known.state, run.deck_after(start.step)
-    # What was measured is the checkpoint's, whose run may have been on another layout than the steps behind.
+    # The checkpoint's measured choices are used; its layout may differ from that of the later steps.
     earlier = stored_deck(state, known.path)
     with world.agreement():
         changed = with_stored_choices(
@@ -236,68 +273,71 @@ def _replay(
         replay = ReplayedRun(run, changed, opened.checkpoints.layout, computed_by(layer_context), reasons)
         for _ in range(count):
             replay.steps.append(fingerprints(opened.trainer))
-            if stepped(replay):
+            if after_step(replay):
                 break
     return replay
 
 
-def _computes_alike(one: ReplayedRun, other: ReplayedRun) -> bool:
-    """Whether two replays must have the same bits for as long as they compute the same."""
+def _must_be_equal(one: ReplayedRun, other: ReplayedRun) -> bool:
+    """Return True if two replays must have equal bits: same numerics, layout and kernels."""
     decks = one.deck, other.deck
     same = all(getattr(decks[0], name) == getattr(decks[1], name) for name in COMPUTED)
-    return same and one.layout == other.layout and one.computed == other.computed
+    return same and one.layout == other.layout and one.kernels == other.kernels
 
 
-def _told(
-    tell: Callable[[Sequence[str]], None],
-    name: str,
-    replay: ReplayedRun,
-    differs: StepDifference | None = None,
-) -> bool:
-    """Tell of a step that was replayed; the replay goes on."""
+def _step_line(name: str, replay: ReplayedRun, difference: StepDifference | None = None) -> str:
+    """Return the line of the table about the last replayed step."""
     prints = replay.steps[-1]
-    here, known = _recorded_loss(prints), replay.run.step_losses.get(prints.step)
-    gap = "" if known is None else f"{loss_difference(known, here):.1e}"
-    texts = [_loss(None if each is None else each) for each in (known, here)]
-    what = "" if differs is None else f"{differs.phase}: {differs.told} ({size_text(differs.size)})"
+    replayed, recorded = _losses_of(prints), replay.run.step_losses.get(prints.step)
+    gap = "" if recorded is None else f"{loss_difference(recorded, replayed):.1e}"
     gap = "equal" if gap == "0.0e+00" else gap
-    tell([f"{name:<6} {prints.step:>8}  {texts[0]:>12}  {texts[1]:>12}  {gap:>7}  {what}".rstrip()])
-    return False
+    losses = f"{_loss_text(recorded):>12}  {_loss_text(replayed):>12}"
+    cause = ""
+    if difference is not None:
+        cause = f"{difference.phase}: {difference.description} ({size_text(difference.size)})"
+    return f"{name:<6} {prints.step:>8}  {losses}  {gap:>7}  {cause}".rstrip()
 
 
-def _recorded_loss(prints: StepPrints) -> RecordedLoss:
-    """Those of a replayed step."""
+def _losses_of(prints: StepPrints) -> RecordedLoss:
+    """Return loss and gradient norm of a replayed step, in the form of a record."""
     return RecordedLoss(prints.step, finite(prints.metrics[LOSS]), finite(prints.metrics[NORM]))
 
 
-def _loss(record: RecordedLoss | None) -> str:
+def _loss_text(record: RecordedLoss | None) -> str:
     if record is None:
         return "-"
     return "not finite" if record.loss is None else f"{record.loss:.10f}"
 
 
-def _departure(world: World, replay: ReplayedRun, quiet: Set[str]) -> Departure:
-    """Where a run's own records are not what its replay gives; see StepComparison. Collective."""
+def _mismatch(world: World, replay: ReplayedRun, negligible: Set[str]) -> RecordMismatch:
+    """Compare the recorded losses and one checkpoint of a run with its replay. Collective.
+
+    Args:
+        world: All ranks.
+        replay: The run and its replay.
+        negligible: Parameters whose gradients are only rounding errors; see StepComparison.
+    """
     run = replay.run
     allowed = ROUNDING[replay.deck.precision.compute] if replay.reasons else 0.0
-    step, known, here = None, None, None
+    step, first_recorded, first_replayed = None, None, None
     largest = 0.0
     for prints in replay.steps:
-        recorded, replayed = run.step_losses.get(prints.step), _recorded_loss(prints)
+        recorded, replayed = run.step_losses.get(prints.step), _losses_of(prints)
         if recorded is None:
             continue
         gap = loss_difference(recorded, replayed)
         largest = max(largest, gap)
         if gap > allowed and step is None:
-            step, known, here = prints.step, recorded, replayed
-    exact, wrong, compared, behind = not replay.reasons, list[StepDifference](), 0, None
+            step, first_recorded, first_replayed = prints.step, recorded, replayed
+    exact, wrong, compared, checkpoint_step = not replay.reasons, list[StepDifference](), 0, None
     for prints in replay.steps:
         if prints.step not in run.stored or wrong:
             continue
-        comparison = StepComparison(Rounding.of(replay.deck), exact, exact, set(quiet))
+        comparison = StepComparison(Rounding.of(replay.deck), exact, exact, set(negligible))
         file = file_prints(world, run.stored[prints.step], prints.step, "update")
         stored = comparison.of(of_one_rank(prints, "update"), file)
-        wrong = [each for each in stored if (not each.equal if exact else each.beyond)]
-        wrong.sort(key=lambda each: (parameter_of(each.name) in comparison.quiet, -each.size))
-        compared, behind = len(stored), prints.step
-    return Departure(run, step, known, here, largest, replay.reasons, wrong, compared, behind)
+        wrong = [each for each in stored if (not each.equal if exact else each.exceeds_rounding)]
+        wrong.sort(key=lambda each: (parameter_of(each.name) in comparison.negligible, -each.size))
+        compared, checkpoint_step = len(stored), prints.step
+    values = first_recorded, first_replayed, largest
+    return RecordMismatch(run, step, *values, replay.reasons, wrong, compared, checkpoint_step)

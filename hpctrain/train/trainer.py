@@ -101,7 +101,7 @@ class Trainer:
 
     @property
     def world(self) -> World:
-        """All ranks of the run."""
+        """Communicators of the run's ranks."""
         return self.engine.world
 
     def next_batch(self) -> int:

@@ -37,7 +37,7 @@ def test_what_blocks_of_a_module_give_is_compared(world: World) -> None:
     kind, recomputed = "gpt", "memory.recompute=full"
     alone = steps_of(world.single_rank_world(), deck_of(kind, recomputed))
     steps = steps_of(world, deck_of(kind, recomputed, "layout.zero=3"))
-    comparison = StepComparison(ROUNDING["fp32"], alike=False, exact=False)
+    comparison = StepComparison(ROUNDING["fp32"], same_layout=False, exact=False)
     for one, other in zip(alone, steps, strict=True):
         assert comparison.first(comparison.of(one, other)) is None
         given = [each for each in other.prints if each.phase == "forward"]
@@ -48,7 +48,7 @@ def test_what_blocks_of_a_module_give_is_compared(world: World) -> None:
         assert sizes[0] % (8 * 32) == 0 and sizes[0] < 8 * 32 * 64  # each sample once
     name = next(each.name for each in steps[0].prints if each.phase == "gradient" and "layers.1" in each.name)
     wrong = steps_of(world, deck_of(kind, recomputed, "layout.zero=3"), name)
-    found = StepComparison(ROUNDING["fp32"], alike=True, exact=True).of(steps[1], wrong[1])
+    found = StepComparison(ROUNDING["fp32"], same_layout=True, exact=True).of(steps[1], wrong[1])
     first = next(each for each in found if not each.equal)
     assert (first.phase, first.name) == ("gradient", name)
 

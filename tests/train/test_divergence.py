@@ -17,7 +17,7 @@ from hpctrain.train.divergence import (
     StepComparison,
     StepDifference,
     changed_between,
-    unsummed,
+    reduction_error,
 )
 from hpctrain.train.fingerprints import StepPrints, fingerprints
 from tests.engines import LLAMA, small_deck, trainer
@@ -170,7 +170,7 @@ def test_layouts_of_one_deck_do_not_part(world: World, name: str) -> None:
     whole = steps_of(world.single_rank_world(), model)
     steps, again = (steps_of(world, (*model, *layout)) for _ in range(2))
     assert parted(steps, again, alike=True) is None
-    comparison = StepComparison(Rounding.of(deck), alike=False, exact=False)
+    comparison = StepComparison(Rounding.of(deck), same_layout=False, exact=False)
     for one, other in zip(whole, steps, strict=True):
         assert comparison.first(comparison.of(one, other)) is None
         named = {each.name for each in other.prints}
@@ -193,8 +193,8 @@ def test_looking_changes_no_bit(world: World) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_the_run_with_the_wrong_sum_is_told(world: World) -> None:
     right, wrong = steps_of(world, DATA), steps_of(world, DATA, no_reduction(UP))
-    assert unsummed(right[1], UP) < 1e-6
-    assert unsummed(wrong[1], UP) > 0.1
+    assert reduction_error(right[1], UP) < 1e-6
+    assert reduction_error(wrong[1], UP) > 0.1
 
 
 @pytest.mark.mpi(max_size=1)

@@ -19,7 +19,7 @@ from tests.train.test_divergence import BIAS, DATA, UP, steps_of
 def said(world: World, plant: Plant) -> tuple[str, list[str]]:
     """The verdict on a trainer beside one in which something is planted, and the table of its phases."""
     one, other = steps_of(world, DATA), steps_of(world, DATA, plant)
-    comparison = StepComparison(ROUNDING["fp32"], alike=True, exact=True)
+    comparison = StepComparison(ROUNDING["fp32"], same_layout=True, exact=True)
     found: Any = []
     for number, each in enumerate(other, 1):
         found = comparison.of(one[number - 1], each)

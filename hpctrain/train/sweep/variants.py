@@ -61,7 +61,7 @@ class BadValuesError(HpctrainError):
 
 @dataclass(frozen=True)
 class Sweep:
-    """All runs of a sweep, below one folder, and the keys that differ among them."""
+    """Runs of a sweep, below one folder, and the keys that differ among them."""
 
     folder: Path
     keys: tuple[str, ...]
