@@ -136,7 +136,7 @@ def _other_values(
             if size != stored_size
         }
         unknown = {size: None for name, info in stored.items() if name not in expected for size in info.shape}
-        others = [*[size for _, size in pairs][:_SIZES_TRIED], *[*unknown][:_SIZES_TRIED]]
+        others: list[object] = [*[size for _, size in pairs][:_SIZES_TRIED], *[*unknown][:_SIZES_TRIED]]
         if value is not None:
             for size, stored_size in [*pairs][:_SIZES_TRIED]:
                 scaled, rest = divmod(value * stored_size, size)

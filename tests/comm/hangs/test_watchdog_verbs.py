@@ -92,7 +92,7 @@ PLACES = {
         ("prepare", "other.h5", "text.txt"),
     ),
     "write": (
-        "hpctrain.data.token_writer:_write",
+        "hpctrain.data.token_writer:TokenWriter._write",
         "writing the token file",
         ("prepare", "other.h5", "text.txt"),
     ),

@@ -48,7 +48,7 @@ def test_a_deck_is_planned_by_what_it_names(here: Path, rates: str, compute: str
     given = plan_deck(path, 16, ["machine.rates="], options=PlanOptions(with_savings=False, rates=machine))
     assert named.step is not None
     assert named.step == given.step
-    assert named.sent == given.sent
+    assert named.total_traffic == given.total_traffic
     assert named.deck.machine.memory == given.deck.machine.memory == machine.memory * machine.ranks_per_node
     assert named.machine == machine
 

@@ -300,12 +300,12 @@ def test_a_run_sends_what_was_planned(world: World, kind: str) -> None:
     for layout in (TENSOR, (*PIECES, "memory.recompute=full")):
         deck = deck_of(kind, *layout)
         planned = plan_traffic(deck, world.size, 61)
-        assert planned.whole
+        assert planned.complete
         assert planned.stages[0].payload() == sent(world, deck), layout
 
 
 def test_what_a_module_sends_is_unknown_where_it_asks_for_values() -> None:
-    assert not plan_traffic(deck_of("experts", *TENSOR), 2, 61).whole
+    assert not plan_traffic(deck_of("experts", *TENSOR), 2, 61).complete
 
 
 MORE: dict[str, tuple[str, ...]] = {
