@@ -281,8 +281,8 @@ def test_the_table_after_a_run_is_of_one_stage(
     training.train(1)
     ledger = MemoryLedger(training, planned, mpi_tmp_path)
     own, fullest = ledger.measure(), planned.largest
-    by_chance = 0 if ledger.stage == fullest.stage else 1 << 40
-    monkeypatch.setattr(ledger, "held", lambda: replace(own, other=by_chance))
+    by_chance = 0 if training.stage == fullest.stage else 1 << 40
+    monkeypatch.setattr(ledger, "measure", lambda: replace(own, other=by_chance))
     ledger.at_end(StepDecision())
     head, *rows = (line.split("  ") for line in ledger.table())
     assert head[0] == f"memory of a rank of stage {fullest.stage}"

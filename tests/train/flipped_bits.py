@@ -150,7 +150,7 @@ class Campaign:
 
     def at(self, moment: str, buckets: Sequence[Bucket] = ()) -> None:
         """What lies in memory changes, if its moment is this one."""
-        due, mine = self.now, moment != "completed" or self.next_rollback(moment)
+        due, mine = self.now, moment != "completed" or self.turn(moment)
         if due is None or due.met or due.moment != moment or not mine:
             return
         due.met = True
@@ -303,7 +303,7 @@ class Wire(FlippingTransport):
     def _is_due(self, call: Call) -> bool:
         if self.campaign.only_sums and (call.reduction != "sum" or call.output is None):
             return False
-        if not self._arriving(call) or not self.campaign.next_rollback("wire"):
+        if not self._arriving(call) or not self.campaign.turn("wire"):
             return False
         due = self.campaign.now
         assert due is not None

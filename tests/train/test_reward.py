@@ -222,8 +222,8 @@ def assert_alike(trainer: Trainer, right: Expected, pairs: int | None, layout: S
     trainer.hooks.append(found)
     result = trainer.train_step()
     assert result.tokens == right.count, layout
-    figures = {name: value for name, value in result.metrics.items() if name in right.metrics}
-    assert figures == pytest.approx(right.metrics, rel=1e-5, abs=1e-6), layout
+    figures = {name: value for name, value in result.metrics.items() if name in right.figures}
+    assert figures == pytest.approx(right.figures, rel=1e-5, abs=1e-6), layout
     larger = 1.0 if pairs is None else right.count / pairs
     assert found.pieces
     squares = 0.0

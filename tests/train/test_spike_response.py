@@ -208,7 +208,7 @@ def test_copies_take_the_memory_that_is_planned(world: World, mpi_tmp_path: Path
     deck = read_deck(make_deck(world, mpi_tmp_path), [*keys, f"run.dir={mpi_tmp_path}/run"], world.size)
     run = open_run(world, deck)
     for _ in range(10):
-        run.checkpoints.hold(run.trainer.state)
+        run.checkpoints.keep_snapshot(run.trainer.state)
         run.trainer.train_step()
     taken = [values.nbytes for held in run.checkpoints.snapshots.all for values in held._values]
     assert sum(taken) == rollback_copy_bytes(deck, run.trainer.engine.stage)

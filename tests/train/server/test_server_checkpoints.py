@@ -41,7 +41,7 @@ def gone_on(
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """Results and parameters of a run with servers that goes on."""
     training = served(world, deck)
-    training.begin(checkpoints(training, world).restore(path))
+    training.set_state(checkpoints(training, world).restore(path))
     return [training.train_step() for _ in range(steps)], values(training)
 
 

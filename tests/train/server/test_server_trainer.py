@@ -38,7 +38,7 @@ def check_as_plain(world: World, mode: str, servers: int, workers: int, *overrid
     training = served(whole, deck)
     seen = Seen()
     training.hooks.append(seen)
-    training.go_on(lambda step: step == STEPS, lambda: False)
+    training.advance(lambda step: step == STEPS, lambda: False)
     if training.update_log is not None:
         assert reference is not None
         for result, expected in zip(seen.results, reference[0], strict=True):
