@@ -95,5 +95,5 @@ def test_ranks_that_are_slow_in_turns_wait_for_each_other(
     assert measure_waits(even, 1 << 12, clock) == pytest.approx(0.0, abs=1e-6)
     between = 5
     uneven, clock = simulate(False, lambda rank, done: 2e-3 if done // between % 2 == rank else 1e-3)
-    monkeypatch.setattr(overlap._Products, "taking", lambda *_: between)
+    monkeypatch.setattr(overlap._Products, "count_for", lambda *_: between)
     assert measure_waits(uneven, 1 << 12, clock) == pytest.approx(1 / 3, abs=1e-6)
