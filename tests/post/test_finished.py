@@ -1,6 +1,7 @@
-"""What is done with the checkpoints of a policy, which hold its critic too; and what leaves its bits alone.
+"""Checkpoints of a policy, which hold its critic, too, and settings that leave their bits unchanged.
 
-Tests of checkpoint/checkpoint_index.py (`companion`), train/replay.py and cli/replay.py on runs of policies.
+Tests of checkpoint/checkpoint_index.py (`auxiliary_model`), train/replay.py and cli/replay.py with runs of
+policies.
 """
 
 from __future__ import annotations
