@@ -26,7 +26,7 @@ from hpctrain.post.task import evaluate_task
 from hpctrain.report.contents import contents
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import corruption
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluate import EvaluationData, evaluate
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.run_comparison import compare
@@ -92,7 +92,7 @@ def test_the_model_is_read_without_its_critic(world: World, run: Path) -> None:
     world.everyone.barrier()
     [task] = told(world, evaluate_task, path, [folder / "task.jsonl"])["tasks"]
     assert task["rows"] == 1
-    [figures] = told(world, evaluate, path, [folder / "text.h5"], None)["evaluations"]
+    [figures] = told(world, evaluate, path, EvaluationData([folder / "text.h5"]))["evaluations"]
     assert figures["loss"] == pytest.approx(5.5, abs=0.3)
     export_model(world, path, folder / "exported", None, 1 << 30)
     start = ("objective.kind=next-token", "objective.beta=", f"data.tokens={folder}/text.h5")

@@ -139,7 +139,7 @@ def test_measured_bytes_are_those_of_the_planned_rank(
     training, planned = trainer(world, deck), plan_memory(deck, world.size, 61)
     ledger = MemoryLedger(training, planned, mpi_tmp_path)
     own = ledger.measure()
-    monkeypatch.setattr(ledger, "held", lambda: replace(own, other=(1 << 50) // max(1, own.optimizer)))
+    monkeypatch.setattr(ledger, "measure", lambda: replace(own, other=(1 << 50) // max(1, own.optimizer)))
     ledger.at_end(StepDecision())
     told, (measured,) = planned.stages[0].memory, ledger.accounts
     for kind in ("parameter", "gradient", "optimizer"):
