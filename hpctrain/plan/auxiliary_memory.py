@@ -195,7 +195,7 @@ def _inference_stages(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: i
     placement = place_by_flops(deck, architecture, sizes["data"])
     schedule = placement.schedule_of(micro_batches(deck, sizes["data"]))
     on_device = deck.memory.parameters == "device"
-    # Offloaded parameters are in files of each rank.
+    # Offloaded parameters are in files of each rank, so that other ranks cannot read them from shared memory.
     transport = deck.communication.requested_transport if on_device else "mpi"
     stages = []
     for number in range(schedule.stage_count):
