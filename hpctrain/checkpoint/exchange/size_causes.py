@@ -62,7 +62,7 @@ def likely_cause(
         numbers = {int(found[1]) for tensor in stored if (found := pattern.search(tensor))}
         if numbers and len(numbers) != expected_count:
             return f", where {size_text(key, size, config)}, but the files have {len(numbers)}"
-    if keys := _contradicting_keys(config, architecture, expected, stored, fits):
+    if keys := _contradicting_keys(config, architecture, shape, expected, stored, fits):
         return f", where {' or '.join(keys)}"
     for tensor in expected:
         info = stored.get(tensor.name)
@@ -83,6 +83,7 @@ def likely_cause(
 def _contradicting_keys(
     config: Config,
     architecture: HuggingFaceArchitecture,
+    shape: ModelShape,
     expected: Collection[Counterpart],
     stored: Mapping[str, TensorInfo],
     fits: Callable[[Config], bool],
@@ -100,7 +101,7 @@ def _contradicting_keys(
         (key, other)
         for key in sorted(values, key=lambda key: not isinstance(values[key], bool))
         if not key.endswith("_id")
-        for other in _other_values(values[key], sizes, stored)
+        for other in _other_values(values[key], sizes, stored, shape.heads)
     ]
     keys: dict[str, str] = {}
     for key, other in changes[: _LARGEST_SEARCH // len(sizes)]:
@@ -111,7 +112,7 @@ def _contradicting_keys(
 
 
 def _other_values(
-    value: Any, expected: Mapping[str, Index], stored: Mapping[str, TensorInfo]
+    value: Any, expected: Mapping[str, Index], stored: Mapping[str, TensorInfo], heads: int
 ) -> Iterator[object]:
     """Yield values of a key by which tensors may get the names or the sizes that they have in the files.
 
@@ -119,6 +120,7 @@ def _other_values(
         value: Value in the config.json, or its default.
         expected: Shapes of the tensors of the model that the config.json describes.
         stored: Tensors in the folder.
+        heads: Number of attention heads, since the key may be a size of each head.
     """
     layers = {int(found[1]): name for name in stored if (found := _LAYER.search(name))}
     mixtures = {int(found[1]) for name in stored if "expert" in name and (found := _LAYER.search(name))}
@@ -133,14 +135,15 @@ def _other_values(
             for name, shape in expected.items()
             if name in stored and len(stored[name].shape) == len(shape)
             for size, stored_size in zip(shape, stored[name].shape, strict=True)
-            if size != stored_size
+            if 0 < size != stored_size
         }
         unknown = {size: None for name, info in stored.items() if name not in expected for size in info.shape}
         others: list[object] = [*[size for _, size in pairs][:_SIZES_TRIED], *[*unknown][:_SIZES_TRIED]]
         if value is not None:
             for size, stored_size in [*pairs][:_SIZES_TRIED]:
-                scaled, rest = divmod(value * stored_size, size)
-                others += [value + stored_size - size, *([] if rest else [scaled])]
+                difference = stored_size - size
+                results = (value * stored_size / size, value + difference, value + difference / heads)
+                others += [int(result) for result in results if result == int(result)]
             others += [0, 1, 2, value - 1, value + 1, len(dense_layers), None]
         yield from (other for other in dict.fromkeys(others) if other != value)
 

@@ -76,6 +76,7 @@ def test_the_key_of_a_wrong_size_is_named(
         ("deepseek-v2", "first_k_dense_replace", 0, ", where first_k_dense_replace = 0 (1 would fit)"),
         ("deepseek-v2", "n_shared_experts", 3, ", where n_shared_experts = 3 (2 would fit)"),
         ("deepseek-v2", "v_head_dim", 4, ", where v_head_dim = 4 (5 would fit)"),
+        ("deepseek-v2", "qk_nope_head_dim", 16, ", where qk_nope_head_dim = 16 (8 would fit)"),
         ("deepseek-v2", "q_lora_rank", 7, ", where q_lora_rank = 7 (14 would fit)"),
     ],
 )
