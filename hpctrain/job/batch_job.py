@@ -17,6 +17,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import tokens_exist
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import GPU_KINDS
+from hpctrain.host.memory import shared_resident_bytes
 from hpctrain.job.job_options import JobOptions, Launcher
 from hpctrain.job.option_problems import option_problems
 from hpctrain.plan.deck_plan import PlanOptions, plan_deck
@@ -265,23 +266,23 @@ def _memory(
 
     `machine.memory` of the deck has precedence over the prediction. The memory is None if neither exists.
     There is no prediction if the vocabulary depends on a token file that does not exist yet. With GPUs, the
-    plan predicts their memory, not that of the host.
+    plan predicts their memory, not that of the host. The code of libraries counts once for each node.
     """
     machine_memory = deck.machine.memory
     if deck.model.vocabulary is None and not tokens_exist(deck):
         return machine_memory, []
     sets = [*overrides, f"run.device={deck.run.device}"]
     plan = plan_deck(path, ranks, sets, PlanOptions(ranks_per_node, with_savings=False))
+    demand = plan.demand
     if deck.run.device in GPU_KINDS:
-        demand = plan.demand
         return machine_memory, [] if demand is None or demand.fits else [
             f"does not fit into GPU memory: {demand}"
         ]
-    predicted = plan.memory.largest.memory.total * ranks_per_node
-    if machine_memory is not None and predicted > machine_memory:
-        return machine_memory, [
-            f"the {ranks_per_node} ranks of a node need {format_bytes(predicted)} of memory, more than "
+    if machine_memory is not None:
+        return machine_memory, [] if demand is None or demand.fits else [
+            f"the {demand.ranks} ranks of a node need {format_bytes(demand.needed)} of memory, more than "
             f"machine.memory = {format_bytes(machine_memory)}; "
             f"{command('plan', path, '--ranks', ranks)} lists what would save most"
         ]
-    return machine_memory or ceil(predicted * MEMORY_MARGIN), []
+    shared = shared_resident_bytes() * (ranks_per_node - 1)
+    return ceil((plan.memory.largest.memory.total * ranks_per_node - shared) * MEMORY_MARGIN), []

@@ -188,7 +188,7 @@ class Cluster:
         hosts = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         nodes = "\n".join(
-            f"NodeName={node} NodeAddr={ADDRESSES[node]} CPUs=2 RealMemory=1000" for node in NODES
+            f"NodeName={node} NodeAddr={ADDRESSES[node]} CPUs=2 RealMemory=4000" for node in NODES
         )
         (self.folder / "slurm.conf").write_text(
             SLURM_CONF.format(address=ADDRESSES[HEAD], folder=self.folder, nodes=nodes)
