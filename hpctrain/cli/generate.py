@@ -14,7 +14,7 @@ from hpctrain.cli.shared_options import PATH
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
-# A model draws control characters, too: a terminal shows them as their pictures and does not obey them.
+# Models also generate control characters. On a terminal, their Unicode pictures are printed instead.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in b"\t\n"} | {0x7F: 0x2421}
 PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 

@@ -139,7 +139,7 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
 def _slurm(job: Job, _file: str) -> dict[str, str]:
     mpirun = job.launcher == "mpirun"
     tasks = len(job.options.variants)
-    # B: to this script alone, which is where mpirun is; else to the ranks that srun has started.
+    # With "B:", Slurm signals only this script, which runs mpirun; otherwise the ranks that srun started.
     to = "B:" if mpirun else ""
     least, most = job.options.nodes
     cores = {"cores": str(job.ranks_per_node * job.cores_per_rank)}

@@ -1,1 +1,1 @@
-"""Floor 6, the run: building the objects of a deck, the step, and what a person sees of it."""
+"""Training of a deck: the run, its trainer and steps, checkpoints, and checks and comparisons of runs."""

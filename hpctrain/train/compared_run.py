@@ -161,7 +161,7 @@ def known_spikes(newest: Mapping[str, Any], rows: Iterable[Row]) -> list[Spike]:
 
 def rollback_sentence(path: Path, back: int) -> str:
     """Return a sentence about a checkpoint that a rollback to step `back` made invalid."""
-    return f"{path}: the run went back to step {back} after it had written this, and left it behind"
+    return f"{path}: the run returned to step {back} after it had written this, and continued without it"
 
 
 def _list_files(path: Path) -> tuple[str | None, list[str], list[Row]]:

@@ -56,7 +56,7 @@ class Control:
     """Collects the requests to each rank, and turns them into a decision of all ranks."""
 
     def __init__(self, world: World, folder: Path, signals: Signals, out_of_time: Callable[[], str]) -> None:
-        """Take the state of the run folder.
+        """Record the identity of the run folder, by which its replacement is noticed later.
 
         Args:
             world: The world.

@@ -111,7 +111,7 @@ def require_same_source(
 
 def _with_context(settings: TokenizerSettings, state: Mapping[str, Any], path: Path) -> TokenizerSettings:
     """Return the settings with the longest sequences of the runs up to the checkpoint with this state."""
-    with suppress(HpctrainError):  # which other parts of the start report
+    with suppress(HpctrainError):  # an invalid stored deck is reported elsewhere
         sequence = stored_deck(state, path).batch.sequence
         return replace(settings, context=max(settings.context, sequence))
     return settings

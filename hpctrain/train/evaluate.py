@@ -151,11 +151,11 @@ def mean_metrics(
     """Return the objective's metrics, means over tokens or pairs. Collective.
 
     Args:
-        step: evaluates the model.
-        held_out: what the model is evaluated on.
+        step: Step that evaluates the model.
+        held_out: Samples for the evaluation.
         in_parts: True to evaluate only as many sequences at a time as ranks have memory for.
-        say: called every few seconds with the number of sequences that are done, and of all.
-        reference: evaluates the model that the metrics compare with, for an objective that has one.
+        say: Called every few seconds with the numbers of evaluated sequences and of all sequences.
+        reference: Step of the reference model, for an objective that has one.
     """
     batches, last_report = held_out.batches, time.monotonic()
     most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")

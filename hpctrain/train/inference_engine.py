@@ -51,19 +51,19 @@ def load_inference_engine(path: Path, deck: Deck, world: World) -> Engine:
 
 
 def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: World) -> Engine:
-    """Build the model that the run of a checkpoint started from, by a deck of it. Collective.
+    """Build the model that the run of a checkpoint started from. Collective.
 
     The weights are those of `model.from`, or initialized from `run.seed`.
 
     Args:
-        path: the checkpoint, for error messages.
-        state: its state.
-        deck: a deck of the checkpoint with a known vocabulary.
-        world: the ranks that share the model.
+        path: The checkpoint, for error messages.
+        state: Its state.
+        deck: Deck of the checkpoint with a known vocabulary.
+        world: The ranks that share the model.
 
     Raises:
         InputOutputError: `model.from` is missing, or has changed since the run started.
-        HpctrainError: the ranks do not have the memory, among others as in `start_from_source`.
+        HpctrainError: The ranks have too little memory, or `start_from_source` fails.
     """
     world.ledger.activity = "building the model that the run started from"
     purpose = "its preferences are compared with the model that its run started from"

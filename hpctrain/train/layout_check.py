@@ -68,7 +68,7 @@ def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Cal
     except MismatchError as error:
         if deck.model.module is None:
             raise
-        likely = "likely code of the module that goes another way on other ranks, as a block that is left out"
+        likely = "the module likely runs other code on other ranks, for example skips a block"
         raise MismatchError(f"{'; '.join(error.problems)}: {likely}") from error
     if world.rank == 0:
         lines = _result_lines(deck, small, findings, differences, world.size, start_time)

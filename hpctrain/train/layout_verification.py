@@ -493,7 +493,7 @@ def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
 
 
 def _is_metric(name: str) -> bool:
-    """Return True for the name of a figure of a step, such as its loss."""
+    """Return True for the name of a metric of a step, such as its loss."""
     others = ("gradient", "parameter", "statistics", "tokens", "output")
     return not name.startswith(others) and not is_state(name)
 
@@ -501,10 +501,10 @@ def _is_metric(name: str) -> bool:
 def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
     """Return the largest element that a difference is measured against.
 
-    It is that of the tensor itself, with two exceptions. Figures are means of terms that may nearly cancel,
-    such as scores of either sign: the largest figure of the same step counts. Gradients of queries and
-    keys, and state made of them, go through softmax, where sums of terms as large as those of the values
-    nearly cancel: it does not see a bias of the keys, nor much of queries and keys that tell little apart.
+    It is that of the tensor itself, with two exceptions. A metric is a mean of terms that may nearly cancel,
+    such as scores of either sign, so the largest metric of the same step counts. The softmax computes
+    gradients of queries and keys from sums of terms that nearly cancel, and each term is as large as in the
+    gradient of the values. So the largest element of the value's tensor counts if it is larger.
     """
     names = {name}
     if name.startswith("gradient") or is_state(name):

@@ -87,7 +87,7 @@ def require_same_reference(world: World, path: str | Path, checksum: str, checkp
 
 
 class ReferenceRows(Protocol):
-    """Log-probabilities of the reference, fp32 [s] for each sequence; a tensor [n, s] will do."""
+    """Log-probabilities of the reference, fp32 [s] for each sequence, such as a tensor [n, s]."""
 
     def __getitem__(self, index: int, /) -> Tensor:
         """Return the row of a sequence."""

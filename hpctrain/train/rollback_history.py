@@ -1,4 +1,4 @@
-"""Rollbacks of a run after spikes, told from the spikes that checkpoints and metrics record."""
+"""Rollbacks of a run after spikes, derived from the spikes in its checkpoints and metrics."""
 
 from __future__ import annotations
 

@@ -120,9 +120,8 @@ class Run:
         deck, world, engine, state = self.deck, self.world, self.trainer.engine, self.trainer.state
         folder = Path(deck.run.dir)
         self.folder.take()
-        if world.everyone.broadcast_object(
-            self.checkpoints.through_mpi
-        ):  # ranks of other roles may not write
+        # In a run with servers, rank 0 is one of the ranks that write checkpoints.
+        if world.everyone.broadcast_object(self.checkpoints.through_mpi):
             require_parallel_files(world, folder)
         seconds = None if self.planned is None else StepSeconds(self.trainer, self.planned)
         memory = MemoryLedger(self.trainer, self.predicted, folder, seconds)
@@ -260,7 +259,7 @@ class Loop:
         return None
 
     def due(self, step: int) -> bool:
-        """Return True if all ranks act together after a step."""
+        """Return True if a checkpoint or an evaluation is due after a step."""
         return self.checkpoints.due(step) or self.evaluation.due(step)
 
     def synchronizes(self, step: int) -> bool:

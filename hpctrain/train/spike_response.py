@@ -19,7 +19,7 @@ class SpikeResponse(Hook):
         trainer: The trainer.
         rollback: Restores earlier states.
         pending_spike: Spike because of which the run must roll back before the next step, if any.
-        reason_to_stop: Reason why the run must reason_to_stop; "" if it continues.
+        reason_to_stop: Reason why the run must stop; "" if it continues.
     """
 
     def __init__(self, trainer: Trainer, rollback: Rollback) -> None:

@@ -1,4 +1,4 @@
-"""Checks before a run: all nodes see the same files and have the same number of ranks; ranks get cores."""
+"""Start of a run on all ranks: checks of deck, nodes and run folder, its lock, and binding to cores."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def verdict_of(result: ComparisonResult) -> tuple[int, list[str]]:
     if result.bits and not result.exact:
         each = result.bits[0]
         lines.append(
-            f"The first other bits are in step {each.step}, {_PHASES[each.phase]}: {each.description}, by "
+            f"Bits first differ in step {each.step}, {_PHASES[each.phase]}: {each.description}, by "
             f"{size_text(each.size)} of its {_measure(each)}, which is rounding (at most {each.allowed:.0e})."
         )
     if not result.exact:
@@ -228,7 +228,7 @@ def _difference_sentences(result: ComparisonResult) -> list[str]:
     lines = [f"{line}.", *_hints(result, first)]
     for each in [] if result.exact else result.bits[:1]:
         if (each.step, each.description) != (step, first.description):
-            bits = f"The first other bits are in step {each.step}, {_PHASES[each.phase]}: {each.description}"
+            bits = f"Bits first differ in step {each.step}, {_PHASES[each.phase]}: {each.description}"
             lines.append(f"{bits}, by {size_text(each.size)}.")
     return lines
 

@@ -118,7 +118,7 @@ class Feed:
                     writer.go_back(entry.step)
                 else:
                     writer.write(entry.row, entry.time)
-            writer.abandon()  # it was dropped before it was made, so nobody has called this yet
+            writer.abandon()  # `_drop` ran before the writer existed and could not call this
         except BaseException as error:  # noqa: BLE001  (packages of others may raise anything, SystemExit too)
             self._drop(_reason(error))
 

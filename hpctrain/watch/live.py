@@ -34,11 +34,11 @@ _BUSY_SHARE = 0.2
 _WIDE, _CURVES, _GAP = 100, (8, 16), "  "
 """Width of windows from which on curves are longer, both lengths of curves, and space between columns."""
 
-_NAME, _LEAST_NAME, _NEEDED = 20, 8, 5
-"""Width of a run's name below which other columns are removed, width in any case, and importance.
+_MIN_NAME_WIDTH, _SMALLEST_NAME_WIDTH = 20, 8
+"""Widths that the names of runs keep: the first while optional columns are left, the second afterwards."""
 
-Columns with an importance number above the third value are removed first.
-"""
+_LAST_REQUIRED_COLUMN = 5
+"""Largest `removal_order` of a column that is not optional."""
 
 _STYLES = {
     "stalled": "bold red",
@@ -70,13 +70,13 @@ class TableColumn:
         head: Title of the column.
         cell: Function that returns the cell of a run.
         left: True if cells are aligned to the left.
-        goes: Order of removal in a narrow window: the column with the largest number is removed first.
+        removal_order: In a narrow window, the column with the largest number is removed first.
     """
 
     head: str
     cell: Callable[[RunView, Style], str]
     left: bool
-    goes: int
+    removal_order: int
 
 
 def watch_runs(folders: Sequence[Path]) -> int:
@@ -158,9 +158,10 @@ def table_lines(views: Sequence[RunView], width: int, marks: str = BLOCKS) -> li
     cells = {each: [each.head, *(each.cell(view, curve_style) for view in views)] for each in columns}
     widths = {each: max(map(len, cells[each])) for each in columns}
     while sum(widths[each] for each in columns) + len(_GAP) * (len(columns) - 1) > width:
-        least = max(columns, key=lambda each: each.goes)
-        rest = width - sum(widths[each] + len(_GAP) for each in columns if each.goes)
-        if rest >= (_NAME if least.goes > _NEEDED else _LEAST_NAME) or not least.goes:
+        least = max(columns, key=lambda each: each.removal_order)
+        rest = width - sum(widths[each] + len(_GAP) for each in columns if each.removal_order)
+        min_width = _MIN_NAME_WIDTH if least.removal_order > _LAST_REQUIRED_COLUMN else _SMALLEST_NAME_WIDTH
+        if rest >= min_width or not least.removal_order:
             widths[COLUMNS[0]] = max(rest, 1)
             break
         columns.remove(least)
@@ -244,20 +245,28 @@ def _number(status: Mapping[str, Any], name: str) -> float | None:
 
 
 COLUMNS = (
-    TableColumn("run", lambda view, _: escaped(str(view.folder)), left=True, goes=0),
-    TableColumn("state", lambda view, _: str(view.status.get("state", "unreadable")), left=True, goes=1),
-    TableColumn("step", _step, left=False, goes=2),
-    TableColumn("loss", _loss, left=False, goes=3),
+    TableColumn("run", lambda view, _: escaped(str(view.folder)), left=True, removal_order=0),
     TableColumn(
-        "curve", lambda view, style: sparkline(view.losses, style.curve, style.marks), left=True, goes=7
+        "state", lambda view, _: str(view.status.get("state", "unreadable")), left=True, removal_order=1
     ),
-    TableColumn("tokens/s", _rate, left=False, goes=8),
-    TableColumn("left", _left, left=False, goes=4),
-    TableColumn("last step", _ago, left=False, goes=9),
-    TableColumn("slow", _slow, left=True, goes=6),
-    TableColumn("faults", _faults, left=False, goes=5),
+    TableColumn("step", _step, left=False, removal_order=2),
+    TableColumn("loss", _loss, left=False, removal_order=3),
     TableColumn(
-        "disk", lambda view, _: "" if view.disk is None else format_bytes(view.disk.used), left=False, goes=10
+        "curve",
+        lambda view, style: sparkline(view.losses, style.curve, style.marks),
+        left=True,
+        removal_order=7,
+    ),
+    TableColumn("tokens/s", _rate, left=False, removal_order=8),
+    TableColumn("left", _left, left=False, removal_order=4),
+    TableColumn("last step", _ago, left=False, removal_order=9),
+    TableColumn("slow", _slow, left=True, removal_order=6),
+    TableColumn("faults", _faults, left=False, removal_order=5),
+    TableColumn(
+        "disk",
+        lambda view, _: "" if view.disk is None else format_bytes(view.disk.used),
+        left=False,
+        removal_order=10,
     ),
 )
 

@@ -98,7 +98,7 @@ def serve(package: str) -> None:
     """Read messages from stdin until it ends. Only the reason of a failure is written to stdout."""
     output = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # packages print message they like
+    os.dup2(null, 1)  # messages of packages must not appear among ours
     try:
         _serve(package)
     except BaseException as error:  # noqa: BLE001  (SystemExit of a package is one, too)

@@ -32,7 +32,7 @@ LATE_SECONDS = 30.0
 def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
     """Show a table, or a JSON list, of the runs in these folders, and return the exit code.
 
-    Beside runs, as in `runs/*`, files and folders of other things are passed over.
+    Other files and folders, which a pattern such as `runs/*` may match, are ignored if there is any run.
 
     Raises:
         HpctrainError: Some folders have no readable status; raised once the others are shown.

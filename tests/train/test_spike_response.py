@@ -232,6 +232,6 @@ def test_what_a_run_left_behind_is_not_taken_for_its_own(
     assert sorted(run.stored) == [10, 20, 24]
     assert [run.next_rollback(step) for step in (0, 9, 10)] == [10, 10, None]
     said: list[str] = []
-    with pytest.raises(HpctrainError, match="the run went back to step 10 after it had written this"):
+    with pytest.raises(HpctrainError, match="the run returned to step 10 after it had written this"):
         replay(world, left, 3, [], None, said.append)
     assert replay(world, left.with_name("step-00000010.h5"), 3, [], None, said.append) == 0

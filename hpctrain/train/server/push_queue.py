@@ -18,7 +18,7 @@ Payload = TypeVar("Payload")
 
 @dataclass(frozen=True)
 class QueuedPush(Generic[Payload]):
-    """Push of a worker that can be finish_update, with its staleness."""
+    """Push of a worker that can be applied now, with its staleness."""
 
     worker: int
     payload: Payload
@@ -26,7 +26,7 @@ class QueuedPush(Generic[Payload]):
 
 
 class PushQueue(Generic[Payload]):
-    """Queue of pushes that cannot be finish_update yet, and of pulls that cannot be answered yet.
+    """Queue of pushes that cannot be applied yet, and of pulls that cannot be answered yet.
 
     Attributes:
         workers: Number of workers.

@@ -18,7 +18,8 @@ from hpctrain.units import format_count
 from hpctrain.watch.metrics import evaluation_keys
 from hpctrain.watch.statuses import read_status
 
-_SHARE = 0.1  # of the steps, the last ones, of whose losses the mean is told
+_SHARE = 0.1
+"""Fraction of the steps, at the end of a run, whose mean loss is shown."""
 
 
 @dataclass(frozen=True)

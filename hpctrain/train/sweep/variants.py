@@ -56,7 +56,7 @@ class SweepVariant:
 
 
 class BadValuesError(HpctrainError):
-    """Error for a deck with some of the values."""
+    """Error of a deck with the values of one run of the sweep."""
 
 
 @dataclass(frozen=True)
