@@ -166,4 +166,4 @@ _REASONS: Mapping[str, str] = {
     "objective.kind": "needs a head, a critic or a reference that the run does not have",
     "objective.beta": "needs a reference model, which the run does not have",
 }
-"""Predicates of error messages about keys whose note in the table does not fit a message."""
+"""Ends of error messages about keys whose note in the table does not fit a message."""

@@ -20,7 +20,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.text import article
 
 if TYPE_CHECKING:
-    from hpctrain.deck.schema import Deck  # processes that load are to start soon
+    from hpctrain.deck.schema import Deck  # a late import, so that processes that load items start faster
 
 _EXAMPLES = 4
 """Number of items in the checksum that identifies a dataset, evenly spaced."""

@@ -17,7 +17,7 @@ def open_entries(deck: Deck) -> tuple[Tokens, ...]:
 
     Raises:
         HpctrainError: With all problems of all files, each after the line of the deck that names the file.
-            That the files hold too few tokens is not among them.
+            Files with too few tokens are not a problem here.
     """
     tokens: list[Tokens] = []
     problems: list[HpctrainError] = []

@@ -63,7 +63,8 @@ _LEARNED_VALUES, _BYTE_VALUES = 2, 256
 EQUAL, SILENT = "whose answers are equal", "in which there is no assistant message"
 UNLEARNED = "in which every answer is excluded from training"
 _EXAMPLES = 3
-_ROWS_PER_REQUEST = 64  # to the process that renders the template
+_ROWS_PER_REQUEST = 64
+"""Number of rows in a request to the process that renders the chat template."""
 
 
 def prepare_rows(

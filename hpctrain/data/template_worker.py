@@ -1,4 +1,4 @@
-"""Child process that renders chat templates for a rank run limits of time and memory.
+"""Child process that renders chat templates for a rank, within limits of time and memory.
 
 Templates come with models that others have published, so they are not trusted. jinja2's sandbox prevents
 access to Python. The resource limits of this process prevent endless loops and excessive memory, whatever the

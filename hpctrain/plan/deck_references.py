@@ -41,7 +41,7 @@ def reference_problems(
     Raises:
         HpctrainError: The code of a user has errors.
     """
-    # What a deck does not name does not cost the import of what could read it.
+    # A module that reads a reference is imported only if the deck has such a reference.
     if deck.data.dataset is None:
         tokens = (yield from _token_problems(deck)) if tokens_exist(deck) else []
         if deck.evaluation.sets:

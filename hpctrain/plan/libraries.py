@@ -18,7 +18,7 @@ from hpctrain.sharding.state import MASTER
 _LATER_BYTES = 12 << 20
 """Bytes that a run allocates after this measurement beside tensors: Python's objects, and code of libraries.
 
-Measured were 8 to 21 MB in dense models of 5M to 96M parameters.
+Measurements with dense models of 5M to 96M parameters gave 8 to 21 MB.
 """
 
 
@@ -29,8 +29,8 @@ def library_bytes() -> int:
     prepared for a measurement. Memory that is free is returned to the system first. Takes about a second.
 
     Returns:
-        The resident bytes of this process after it has loaded and used what a run uses, and an estimate of
-        what follows; only that estimate if the system does not tell.
+        The resident bytes of this process after it has used the libraries of a run, and an estimate of later
+        allocations. If the system does not report resident bytes, only the estimate.
     """
     for module in ("hpctrain.checkpoint.save", "hpctrain.data.tokens"):
         import_module(module)

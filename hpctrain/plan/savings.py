@@ -11,7 +11,8 @@ from hpctrain.deck.schema import Deck, fields
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory_plan import MemoryPlan
 
-LEAST_SAVING = 0.02  # of a rank's total; changes that save less are not told
+LEAST_SAVING = 0.02
+"""Smallest share of a rank's memory that a change must save to be listed."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def find_savings(
         try:
             total = plan(changed(change)).largest.memory.total
         except HpctrainError:
-            continue  # what this deck cannot have is no advice
+            continue  # the deck does not support this change
         if held - total > LEAST_SAVING * held:
             savings.append(MemorySaving(change, held - total, total))
     return sorted(savings, key=lambda saving: -saving.saved)

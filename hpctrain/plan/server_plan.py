@@ -129,7 +129,7 @@ def plan_served(
     keys = deck.communication.server
     assert keys is not None
     steps = {"sync": 1, "stale": keys.staleness + 1}.get(keys.mode)
-    # Pushes that wait for others of their step, and parameters on their direction to workers.
+    # Pushes that wait for others of their step, and parameters on their way to workers.
     pending_gradients = gradient * (1 if steps is None else steps * roles.workers)
     sent = value * (roles.workers if steps != 1 else 1)
     # For the compensation of delays, servers keep each version of the parameters that a worker may have.

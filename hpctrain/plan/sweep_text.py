@@ -17,9 +17,12 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted, fitted, table
 from hpctrain.units import format_bytes, format_count, format_seconds
 
-_REASON = 90  # letters of a reason in a table
-_CAUSES = 2  # causes of each point
-_TOKENS = 1_000_000  # whose time is drawn where steps are of unlike many
+_REASON_CHARACTERS = 90
+"""Largest number of characters of a reason in a table."""
+_CAUSES = 2
+"""Number of causes of the step time that are shown for each point."""
+_TOKENS = 1_000_000
+"""Number of tokens whose time is drawn if steps of different points have different numbers of tokens."""
 
 
 def sweep_text(sweep: PlannedSweep) -> str:
@@ -98,7 +101,7 @@ def _last_cells(point: PlannedPoint) -> list[str]:
 
 
 def _clipped(text: str) -> str:
-    return text if len(text) <= _REASON else f"{text[: _REASON - 3]}..."
+    return text if len(text) <= _REASON_CHARACTERS else f"{text[: _REASON_CHARACTERS - 3]}..."
 
 
 def point_name(point: PlannedPoint) -> str:

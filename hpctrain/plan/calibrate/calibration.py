@@ -161,7 +161,7 @@ def measure_machine(
         f"Measuring {processor} with {counted(world.size, 'rank')}. This takes about a minute, and "
         "longer with more formats, larger models or a busy machine."
     )
-    # First, while no freed memory could hold what is prepared.
+    # This comes first: later, prepared products could reuse freed memory, so that the process would not grow.
     prepared = measure_prepared_product(world, torch.bfloat16) if "bf16" in formats else None
     if prepared is not None:
         report(f"memory of a prepared 16-bit product: {format_bytes(prepared)}")

@@ -55,7 +55,7 @@ def _efficiency(times: Sequence[ProductTime], peak: float) -> Efficiency:
     volume = [each.m * each.n * each.k / each.seconds for each in times]
     sides = [(each.n * each.k + each.m * each.k + each.m * each.n) / each.seconds for each in times]
     of_volume, of_sides = not_negative(volume, sides)
-    of_volume = max(of_volume, 1e-3 / peak)  # where all are so small that only their sides are seen
+    of_volume = max(of_volume, 1e-3 / peak)  # 0 if all products are so small that only the sides matter
     return Efficiency(efficiency=2 / of_volume / peak, saturation=of_sides / of_volume)
 
 

@@ -104,7 +104,7 @@ class OperationRecorder:
         """
         every = (parameter for model in stage.models for parameter in parameter_list(model))
         parameters = {parameter: parameter.on_gradient_added for parameter in every}
-        # In front of the methods of the class.
+        # Attributes of an instance are found before the methods of its class.
         for parameter, on_gradient_added in parameters.items():
             assert on_gradient_added is not None
             vars(parameter)["_buffer"] = partial(self._buffer_of, parameter, parameter._buffer)

@@ -88,7 +88,7 @@ class CoarseMemoryBounds:
         block_state, rank_state = self._least_state_bytes(layout, states)
         stored = activations.stored_bytes(self._layers) / layout.pipeline
         mean = self._needs.of_mean_rank(rank_state + stored)
-        nodes_mix_stages = self._needs.mixes(layout)
+        nodes_mix_stages = self._needs.nodes_mix_stages(layout)
         if activations.has_frozen_parameters or (not by_flops and nodes_mix_stages):
             return mean
         if not by_flops:

@@ -40,8 +40,10 @@ MORE = (2, 4)
 MOST_TRADED = 12
 """Largest number of layouts that need less memory than the fastest one."""
 
-_LESS = 0.9
-_COLLECTED = 100_000  # objects, after which those that are new are looked through
+_LESS_MEMORY = 0.9
+"""Factor of the node memory of a layout below which the next one of `trade_offs` must be."""
+_GC_THRESHOLD = 100_000
+"""Number of new objects after which Python searches them for reference cycles during a search."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def trade_offs(searched: DeckSearch, options: SearchOptions) -> list[Candidate]:
     """
     result, deck, best = list[Candidate](), searched.deck, searched.result.best[0]
     while len(result) < MOST_TRADED:
-        less = int(_LESS * best.node_bytes)
+        less = int(_LESS_MEMORY * best.node_bytes)
         deck = deck.with_keys(machine={"memory": less, "gpu_memory": less})
         try:
             found_less = _search(deck, searched.ranks, options, searched.machine, 1, explain=False)
@@ -202,17 +204,17 @@ def trade_offs(searched: DeckSearch, options: SearchOptions) -> list[Candidate]:
 
 
 @contextmanager
-def _seldom_collected() -> Iterator[None]:
+def _rare_garbage_collection() -> Iterator[None]:
     """Let Python search for reference cycles rarely, since a search makes many objects with few cycles."""
     before = gc.get_threshold()
-    gc.set_threshold(_COLLECTED, *before[1:])
+    gc.set_threshold(_GC_THRESHOLD, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-@_seldom_collected()
+@_rare_garbage_collection()
 def _search(
     deck: Deck,
     ranks: int,
@@ -237,8 +239,8 @@ def _search(
     deck = machine.of_deck(on_nodes_of(deck, options.ranks_per_node))
     vocabulary = vocabulary_of(deck)
     budget = MemoryBudget(ranks, vocabulary, options.ranks_per_node, machine.memories)
-    budget.process_bytes(deck)  # measured while nothing large is there
-    # Those schedules that hold least are tried too where no other has demand.
+    budget.process_bytes(deck)  # measured before the search allocates memory
+    # Schedules with the least memory take long to generate, so they are tried only if no other layout fits.
     for schedules in (EVERY,) if options.every_schedule else (TRIED, EVERY):
         result = search(deck, ranks, machine, budget, best, progress, schedules)
         if result.best:
@@ -277,7 +279,7 @@ def _on(budget: MemoryBudget, ranks: int) -> MemoryBudget:
 
 
 def _fits(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> bool:
-    with suppress(HpctrainError):  # as where links between nodes were not measured
+    with suppress(HpctrainError):  # for example, the rates of links between nodes are missing
         return some_layout_fits(deck, ranks, machine, _on(budget, ranks))
     return False
 

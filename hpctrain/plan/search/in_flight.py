@@ -72,7 +72,7 @@ def in_flight_peaks(
         )
         if micro_batches < 2 * stages:
             return peaks
-        # At the end backwards of both chunks, in turn, put weight gradients off.
+        # At the end, backward passes of both chunks alternate, and defer weight gradients.
         return *peaks, InFlight((later_stages, 0), (stage // 2, stage - stage // 2), 0, True)
     return (InFlight((1,) * chunks, (0,) * chunks, chunks - 1, None),)
 
@@ -93,9 +93,10 @@ def complete_gradients(schedule: str, stages: int, micro_batches: int) -> Comple
         return "all" if micro_batches > 1 else "none"
     fewest = {"1f1b": 2, "zb-h1": stages + 1, "zb-h2": 2 * stages, "interleaved": 2 * stages}
     fewest["dualpipe-v"] = stages + 2
-    # The last forward waits for gradients of weights, which go in the order in which they come.
+    # With a limit of memory, the last forward pass waits for weight gradients, which are computed in the
+    # order in which they were deferred.
     fewest |= {name: 2 * limit(stages) + 1 for name, limit in LIMITS.items()}
     if schedule in fewest and micro_batches >= fewest[schedule]:
         return "all"
-    # Where a block's are one bucket, some of them are not put off, and some are.
+    # Weight gradients of linear layers are deferred, and other gradients in the bucket of a block are not.
     return "blocks" if schedule in {"zb-h1", "zb-h2"} else "none"

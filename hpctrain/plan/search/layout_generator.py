@@ -103,7 +103,7 @@ class LayoutGenerator:
                 at, zero=deck.layout.zero, zero_group=group or 0, optimizer_location=optimizer_location
             )
             bound = span + self._after(nodes, partition, backward, layout_at)
-            # What is summed in another order here differs by rounding.
+            # The seconds of the layout are summed in another order, so that they may differ by rounding.
             yield LayoutNode(bound * (1 - _ROUNDING), least, deck, layout_at, partition.split)
 
     def _part_seconds(self, node: Staged, partition: ModelPartition, waited: float) -> list[PartSeconds]:
@@ -132,24 +132,25 @@ class LayoutGenerator:
         """
         at, activations, stages = node.at, node.layers.activations, node.at.pipeline
         parts = [activations.part_activations(kind) for kind in partition.kinds]
-        chunks, places = partition.schedule.chunks, self._needs.places(at, partition)
-        stage_bytes = []
-        for number, like, kinds, _ in places:
-            of_parts = [parts[kind] for kind in kinds]
-            own = activations.peak_bytes(
-                of_parts, in_flight_peaks(schedule, stages, at.micro_batches, chunks, number)
+        chunks, stage_needs = partition.schedule.chunks, self._needs.stages(at, partition)
+        activation_bytes = []
+        for number, stage_index, kinds, _ in stage_needs:
+            stage_parts = [parts[kind] for kind in kinds]
+            states_in_flight = in_flight_peaks(schedule, stages, at.micro_batches, chunks, number)
+            peak = max(
+                activations.peak_bytes(stage_parts, states_in_flight),
+                self._limited_schedule_bytes(schedule, at, stage_parts),
             )
-            ways_out = (number > 0) + (number < stages - 1)
-            own = max(own, self._limited_schedule_bytes(schedule, at, of_parts))
-            stage_bytes.append(own + activations.temporary_bytes(partition.stages[like].counts, ways_out))
+            neighbors = (number > 0) + (number < stages - 1)
+            layers = partition.stages[stage_index].counts
+            activation_bytes.append(peak + activations.temporary_bytes(layers, neighbors))
         least = []
         for state_bytes in self._state_bytes(
             at, partition, states, complete_gradients(schedule, stages, at.micro_batches)
         ):
-            both = zip(places, stage_bytes, strict=True)
-            least.append(
-                self._needs.largest(at, places, [state_bytes[place.like] + own for place, own in both])
-            )
+            both = zip(stage_needs, activation_bytes, strict=True)
+            stage_bytes = [state_bytes[stage.stage_index] + size for stage, size in both]
+            least.append(self._needs.largest(at, stage_needs, stage_bytes))
         return least
 
     def _limited_schedule_bytes(
@@ -176,8 +177,8 @@ class LayoutGenerator:
         if key not in partition.memo:
             elements = [stage.elements(at, partition.kinds) for stage in partition.stages]
             partition.memo[key] = [[states(each, complete) for each in elements] for states in states]
-        least: list[list[float]] = partition.memo[key]
-        return least
+        state_bytes: list[list[float]] = partition.memo[key]
+        return state_bytes
 
     def _after(
         self, nodes: StageNodes, partition: ModelPartition, backward: Sequence[float], at: LayoutSizes
@@ -196,7 +197,8 @@ class LayoutGenerator:
         ranks = at.tensor, at.context, at.data, at.expert, at.expert_tensor, at.sequence_parallel
         reductions = at.micro_batches if at.zero == 3 or at.sliced else 1
         hiding = tuple(backward) if self._machine.overlap else ()
-        # Nothing else of an arrangement differs within a tree and is asked for; forms of one kind stay.
+        # All other values that change the seconds are the same in a tree. Ids of partitions are unique,
+        # since `PartitionChoices` keeps the partitions.
         key = id(partition), hiding, ranks, reductions, at.zero, at.zero_group, at.optimizer_location
         if key not in self._afters:
             self._afters[key] = min(of_stages())

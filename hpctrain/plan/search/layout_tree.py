@@ -128,7 +128,7 @@ class LayoutTree:
             {layer: layer_seconds(layer, at, kind) for layer in self._kinds} for kind in self.machine.kinds
         )
         fixed = min(kind.fixed for kind in self.machine.kinds)
-        # Micro-batches of a rank over its share of the layers: the same for any number of stages.
+        # Micro-batches of a data rank, divided by the number of stages: the same for any number of stages.
         share = deck.batch.global_size * at.tensor * at.context / (self.choices.ranks * at.micro_size)
         bound, least = self._micro(of_kinds) * share + fixed, min(needs.values())
         return SplitLayers(bound, least, deck, at, of_kinds, activations, needs, self.layers)
@@ -190,17 +190,17 @@ class LayoutTree:
         key = at.tensor, at.context, at.data, at.expert, at.expert_tensor
         if key not in self._cached_state_functions:
             of_states = self.choices.of_states(at.data_ranks, self.machine)
-            self._cached_state_functions[key] = [self.needs.states_of(at, each) for each in of_states]
+            self._cached_state_functions[key] = [self.needs.state_function(at, each) for each in of_states]
         return self._cached_state_functions[key]
 
     def _message(self, at: LayoutSizes) -> float:
         """Return the least seconds of a message from a stage to the next one."""
         if at.pipeline == 1:
             return 0.0
-        # Links that no stage has to its next one are not asked for: they may not be known.
-        states = {at.crosses(stage, stage + 1) for stage in range(at.pipeline - 1)}
-        hidden = self.layers[0].hidden
-        return min(boundary_seconds(hidden, at, kind, way) for kind in self.machine.kinds for way in states)
+        # Only links between consecutive stages are used, since the rates of other links may be missing.
+        crossings = {at.crosses(stage, stage + 1) for stage in range(at.pipeline - 1)}
+        hidden, kinds = self.layers[0].hidden, self.machine.kinds
+        return min(boundary_seconds(hidden, at, kind, crosses) for kind in kinds for crosses in crossings)
 
     def _order(self, layout: LayoutNode) -> object:
         """Return a key of the order of a generated schedule; None for schedules with a closed form."""

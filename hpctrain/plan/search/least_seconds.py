@@ -80,12 +80,13 @@ def least_seconds(
     for number, part in enumerate(parts):
         chunk, stage = divmod(number, stages)
         work[stages - 1 - stage if v_shaped and chunk % 2 else stage] += part.total
-    if schedule not in SCHEDULE_NAMES:  # that of a file may lie otherwise
+    if schedule not in SCHEDULE_NAMES:  # a schedule from a file may place the parts differently
         work = [sum(work) / stages]
     longest = max(work) * micro_batches
     if schedule not in KNOWN or stages == 1:
         return longest
-    # Through the first parts of all stages there, and back again.
+    # Seconds until the first micro-batch reaches each stage, and from the last input gradient of each stage
+    # to that of the first stage.
     before = [0.0, *accumulate(part.forward + message for part in parts[: stages - 1])]
     return_seconds = [
         part.input_gradient + message + (0.0 if schedule in SPLITTING or v_shaped else part.weight_gradient)
@@ -95,7 +96,7 @@ def least_seconds(
     for stage in range(stages):
         own = micro_batches * work[stage]
         if schedule in SPLITTING:
-            # Gradients of weights that come after the last gradient of inputs.
+            # Weight gradients that are computed after the last input gradient.
             left = min(micro_batches, _LAGS[schedule] * stage + 1)
             own -= left * parts[stage].weight_gradient
         elif v_shaped:

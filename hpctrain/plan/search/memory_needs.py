@@ -28,13 +28,13 @@ class StageNeeds(NamedTuple):
 
     Attributes:
         number: Number of the stage.
-        like: Index of its layers in `ModelPartition.stages`.
+        stage_index: Index of its layers in `ModelPartition.stages`.
         kinds: Kinds of its parts, by chunk.
         share: Memory of its ranks, as a share of the largest memory of a rank.
     """
 
     number: int
-    like: int
+    stage_index: int
     kinds: Sequence[int]
     share: float
 
@@ -69,7 +69,7 @@ class NodeNeeds:
         self._of_stages: dict[int, list[float]] = {}
         self._nodes: dict[int, list[tuple[Counter[int], float]]] = {}
 
-    def states_of(self, at: LayoutSizes, zero: Values) -> States:
+    def state_function(self, at: LayoutSizes, zero: Values) -> States:
         """Return the function for the bytes of parameters and their state with a choice of ZeRO."""
         stage, group = zero["layout.zero"], zero["layout.zero_group"]
         state_bytes = self._states[zero["memory.optimizer"] == "device"]
@@ -93,7 +93,7 @@ class NodeNeeds:
         """Return the bytes of a rank if ranks need `mean_bytes` on average without libraries."""
         return (self.libraries + mean_bytes) / self._mean * _ROUNDED
 
-    def mixes(self, at: LayoutSizes) -> bool:
+    def nodes_mix_stages(self, at: LayoutSizes) -> bool:
         """Return True if ranks of several stages share memory."""
         return bool(at.stage_ranks % self._sharing_ranks)
 
@@ -103,34 +103,32 @@ class NodeNeeds:
             self._of_stages[at.pipeline] = [self._share(at, stage) for stage in range(at.pipeline)]
         return self._of_stages[at.pipeline]
 
-    def places(self, at: LayoutSizes, form: ModelPartition) -> list[StageNeeds]:
+    def stages(self, at: LayoutSizes, partition: ModelPartition) -> list[StageNeeds]:
         """Return the stages whose memory must be computed: all of them if nodes mix stages."""
-        key = "places", at.stage_ranks
-        if key not in form.memo:
-            form.memo[key] = sorted(self._places(at, form))
-        stage_needs: list[StageNeeds] = form.memo[key]
+        key = "stages", at.stage_ranks
+        if key not in partition.memo:
+            partition.memo[key] = sorted(self._stages(at, partition))
+        stage_needs: list[StageNeeds] = partition.memo[key]
         return stage_needs
 
-    def _places(self, at: LayoutSizes, form: ModelPartition) -> Iterator[StageNeeds]:
-        for like, stage in enumerate(form.stages):
+    def _stages(self, at: LayoutSizes, partition: ModelPartition) -> Iterator[StageNeeds]:
+        for index, stage in enumerate(partition.stages):
             shares = {number: self._share(at, number) for number in stage.numbers}
             first = {share: number for number, share in reversed(shares.items())}
-            for number in shares if self.mixes(at) else first.values():
-                yield StageNeeds(number, like, form.kinds_on(number), shares[number])
+            for number in shares if self.nodes_mix_stages(at) else first.values():
+                yield StageNeeds(number, index, partition.kinds_on(number), shares[number])
 
-    def largest(self, at: LayoutSizes, places: Sequence[StageNeeds], stage_bytes: Sequence[float]) -> float:
+    def largest(self, at: LayoutSizes, stages: Sequence[StageNeeds], stage_bytes: Sequence[float]) -> float:
         """Return the bytes of a rank on the node that needs most.
 
         Args:
-            at: Layout.
-            places: Stages.
+            at: Sizes of the layout.
+            stages: Stages whose memory is computed, as `stages` returns them.
             stage_bytes: Bytes of a rank of each stage, without libraries.
         """
-        if not self.mixes(at):
-            each = (
-                (self.libraries + own) / place.share for place, own in zip(places, stage_bytes, strict=True)
-            )
-            return max(each) * _ROUNDED
+        if not self.nodes_mix_stages(at):
+            both = zip(stages, stage_bytes, strict=True)
+            return max((self.libraries + size) / stage.share for stage, size in both) * _ROUNDED
         needed = (
             sum(ranks * (self.libraries + stage_bytes[stage]) for stage, ranks in node.items()) / share
             for node, share in self._mixed_nodes(at)
@@ -141,12 +139,12 @@ class NodeNeeds:
         """Return the least memory of the ranks of a stage, as a share of the largest."""
         if len(self._shares) == 1:
             return 1.0
-        first, last, begin, stage_needs = stage * at.stage_ranks, (stage + 1) * at.stage_ranks, 0, 1.0
+        first, last, begin, least = stage * at.stage_ranks, (stage + 1) * at.stage_ranks, 0, 1.0
         for share, ranks in self._shares:
             if begin < last and first < begin + ranks:
-                stage_needs = min(stage_needs, share)
+                least = min(least, share)
             begin += ranks
-        return stage_needs
+        return least
 
     def _mixed_nodes(self, at: LayoutSizes) -> list[tuple[Counter[int], float]]:
         """Return the number of ranks of each stage on each node, and the node's share of the largest memory.
@@ -154,11 +152,11 @@ class NodeNeeds:
         Equal nodes are listed once.
         """
         if at.pipeline not in self._nodes:
-            stage_needs: dict[object, tuple[Counter[int], float]] = {}
+            nodes: dict[object, tuple[Counter[int], float]] = {}
             shares = [share for share, ranks in self._shares for _ in range(ranks)]
             for first in range(0, self._ranks, self._sharing_ranks):
                 last = min(first + self._sharing_ranks, self._ranks)
                 node = Counter(rank // at.stage_ranks for rank in range(first, last))
-                stage_needs[frozenset(node.items()), shares[first]] = node, shares[first]
-            self._nodes[at.pipeline] = list(stage_needs.values())
+                nodes[frozenset(node.items()), shares[first]] = node, shares[first]
+            self._nodes[at.pipeline] = list(nodes.values())
         return self._nodes[at.pipeline]

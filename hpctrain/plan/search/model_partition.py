@@ -73,7 +73,7 @@ class PartLayers:
 
 def _count_layers(layers: Sequence[LayerSizes]) -> tuple[tuple[LayerSizes, int], ...]:
     """Return different layers and their numbers. Equal layers are the same object."""
-    layer_ids = Counter(map(id, layers))  # layers that are alike are one object
+    layer_ids = Counter(map(id, layers))
     by_id = {id(layer): layer for layer in layers}
     return tuple((by_id[each], count) for each, count in layer_ids.items())
 
@@ -177,7 +177,7 @@ class ModelPartition:
             stages[key].numbers.append(stage)
         stage_of_part = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
         ends = tuple(waits_of([float(one != other) for one, other in pairwise(stage_of_part)]))
-        gathered_elements = tuple(stages.values())
+
         return ModelPartition(
-            schedule, split, tuple(parts), ends, tuple(examples), tuple(kind_of), gathered_elements
+            schedule, split, tuple(parts), ends, tuple(examples), tuple(kind_of), tuple(stages.values())
         )

@@ -138,7 +138,7 @@ def least_memory_layout(deck: Deck, ranks: int, machine: MachineRates, budget: M
     )
     for node in _by_least_memory(tree):
         if candidates and node.least >= candidates[0][0]:
-            break  # nor does any that has not come up need less
+            break  # no remaining layout needs less memory
         candidate, demand = _planned(tree, node)
         if demand is None:
             return None

@@ -75,7 +75,7 @@ def _plain(value: object) -> str:
     """Return a value as text. Equal numbers of blocks of consecutive parts are joined, such as "3 x 2"."""
     if not isinstance(value, tuple):
         return str(value)
-    runs = ((len(list(common_values)), blocks) for blocks, common_values in groupby(value))
+    runs = ((len(list(parts)), blocks) for blocks, parts in groupby(value))
     return ", ".join(f"{count} x {blocks}" if count > 1 else str(blocks) for count, blocks in runs)
 
 

@@ -53,8 +53,8 @@ class StepRecord:
             stages: Number of pipeline stages.
             zero: Stage of ZeRO.
         """
-        is_joined = {cause for causes in TOGETHER.values() for cause in causes}
-        causes = {cause: 0.0 for cause in (*TOGETHER, *CAUSES) if cause not in is_joined}
+        joined_causes = {cause for causes in TOGETHER.values() for cause in causes}
+        causes = {cause: 0.0 for cause in (*TOGETHER, *CAUSES) if cause not in joined_causes}
         for (axis, operation, phase), seconds in self.calls.items():
             causes[_cause(frozenset(axis.split(" x ")), operation, phase, stages, zero)] += seconds
         causes["recompute"] = self.recompute
@@ -116,11 +116,12 @@ def side_by_side(
 
     If messages overlap in the plan, the predicted bubble includes the waiting for them.
     """
-    is_joined = {name: name in measured for name in TOGETHER}
-    is_joined["stages"] |= not predicted["messages"]
+    joined_names = {name for name in TOGETHER if name in measured}
+    if not predicted["messages"]:
+        joined_names.add("stages")
     pairs: dict[str, tuple[float, float]] = {}
     for cause in CAUSES:
-        name = next((name for name, causes in TOGETHER.items() if cause in causes and is_joined[name]), cause)
+        name = next((name for name in TOGETHER if cause in TOGETHER[name] and name in joined_names), cause)
         causes = TOGETHER.get(name, (cause,))
         measured_seconds = measured[name] if name in measured else fsum(measured[each] for each in causes)
         pairs.setdefault(name, (fsum(predicted[each] for each in causes), measured_seconds))
@@ -130,7 +131,7 @@ def side_by_side(
 def _cause(axes: frozenset[str], operation: str, phase: str, stages: int, zero: int) -> str:
     """Return the cause to which a call belongs."""
     if "pipeline" in axes and phase != "synchronize":
-        return "stages"  # what is received is waited for before the passes, too
+        return "stages"  # ranks also wait for messages before a pass begins
     if phase in _PASSES:
         if axes & _DATA:
             return "parameters" if zero == 3 and operation not in _SUMS else "gradients"
@@ -140,7 +141,7 @@ def _cause(axes: frozenset[str], operation: str, phase: str, stages: int, zero: 
     if phase == "synchronize":
         if axes != {"world"}:
             return "gradients"
-        # Who has done all its actions waits here for the other stages.
+        # A rank that has completed all its actions waits here for other stages.
         return "stages" if stages > 1 else "fixed"
     if phase == "step":
         return "parameters" if axes & _DATA and axes != {"world"} else "update"

@@ -51,7 +51,7 @@ def kind_problems(table: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     for number, each in enumerate(others):
         path = ("others", str(number))
         if not isinstance(each, dict):
-            continue  # no table: said where figures are checked
+            continue  # the validation of the rates reports it
         if "nodes" not in each:
             yield (*path, "nodes"), "is missing: the number of nodes of this kind"
         if "name" in each and each["name"] in names:

@@ -48,7 +48,7 @@ def after_backward(
         causes["gradients"] += at.reductions * waited_for(machine, operation, size, cut, buckets, backward)
         if not at.zero:
             continue
-        # Between the copies of what ZeRO cuts within a group, once all of it is there.
+        # ZeRO splits within a group. Groups with the same pieces then add their sums.
         causes["gradients"] += collective_seconds(machine, "all_reduce", size / cut.size, copies)
         size = gathers[index] * at.itemsize
         hiding = 1 - machine.overlap if at.zero == 3 else 1.0

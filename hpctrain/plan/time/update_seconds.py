@@ -86,13 +86,11 @@ def update_seconds(
     update = at.update
     elements = traffic = state = 0.0
     for layer in stage_layers:
-        block_numbers = sum(each / cut for each, cut in zip(layer.updated(at), cuts, strict=True))
+        updated = sum(each / cut for each, cut in zip(layer.updated(at), cuts, strict=True))
         numbers = update.numbers(layer)
-        elements += block_numbers
-        traffic += block_numbers * update.traffic(numbers, at.itemsize)
-        state += block_numbers * (
-            4 * (1 + numbers) + (at.itemsize if at.parameters_location == "disk" else 0)
-        )
+        elements += updated
+        traffic += updated * update.traffic(numbers, at.itemsize)
+        state += updated * (4 * (1 + numbers) + (at.itemsize if at.parameters_location == "disk" else 0))
     multiplying, sending = _muon(stage_layers, cuts, at, machine)
     if at.optimizer_location == "device":
         rate = machine.memory_bandwidth
