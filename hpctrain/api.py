@@ -133,7 +133,7 @@ def run(
         from hpctrain.post.policy_trainer import make_trainer
         from hpctrain.train.run import run_deck
 
-        return run_deck(started, source, _changes(defaults), fresh, again, make=make_trainer)
+        return run_deck(started, source, _changes(defaults), fresh, again, trainer_factory=make_trainer)
 
     _within(world, verb)
 

@@ -83,7 +83,7 @@ class PolicyTrainer(Trainer):
 
     def __init__(self, parts: TrainerParts) -> None:
         deck, engine, corpus = parts.deck, parts.engine, parts.corpus
-        self.placement = placement = parts.seat
+        self.placement = placement = parts.placement
         prompts = corpus.train.source
         assert isinstance(prompts, PromptSequences) and corpus.file is not None
         self.tokenizer = corpus.file.tokenizer
@@ -96,7 +96,7 @@ class PolicyTrainer(Trainer):
             self.closing.append(rewards.functions.close)
         if deck.objective.kind == "ppo":
             engine.auxiliary_engines |= _build_critic(deck, placement, is_new_run=parts.checkpoint is None)
-        state = parts.fill()
+        state = parts.load_state()
         rollout_size = deck.policy.rollout or deck.batch.global_size
         self.rollouts = RolloutSource(rollout_size)
         self.rollout_builder: RolloutBuilder | None = None

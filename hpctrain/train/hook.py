@@ -65,5 +65,5 @@ class Hook:
     def after_save(self) -> None:
         """Act after a checkpoint was written or started."""
 
-    def at_end(self, order: StepDecision) -> None:
-        """Act after the last step. All checkpoints are complete, and `order` tells why the run stops."""
+    def at_end(self, decision: StepDecision) -> None:
+        """Act after the last step. All checkpoints are complete, and `decision` says why the run stops."""

@@ -141,7 +141,7 @@ class MemoryLedger(Hook):
             fragmented=fragmented_bytes(world.device),
         )
 
-    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
+    def at_end(self, decision: StepDecision) -> None:  # noqa: ARG002
         """Measure the memory of all ranks, and write it to `plan.json`."""
         world = self.trainer.world
         stages = world.everyone.all_gather_object((self.trainer.stage, self.measure()))

@@ -67,7 +67,7 @@ class Mirrors(Hook):
         """Discard mirrors, since they may be of steps that the run gives up."""
         self.mirror.invalidate()
 
-    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
+    def at_end(self, decision: StepDecision) -> None:  # noqa: ARG002
         """Delete the mirrors, since the state is on disk."""
         self.mirror.close()
         forget_mirrors(self.world, self.folder)

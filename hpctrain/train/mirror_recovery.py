@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import METRICS_FILE, scan_metrics
 from hpctrain.text import counted
-from hpctrain.watch.folder import take_folder
+from hpctrain.watch.folder import lock_run_folder
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def recover_mirror(world: World, folder: Path) -> MirrorRecovery:
         return MirrorRecovery()
     with world.agreement():
         # The mirrors and temporary files of a job that still runs must not be touched.
-        lock = take_folder(folder) if world.rank == 0 else None
+        lock = lock_run_folder(folder) if world.rank == 0 else None
     try:
         mirror, sentences = find_mirror(world, token)
         newest_valid, _ = newest_good(folder / "checkpoints", world.everyone)

@@ -27,9 +27,10 @@ from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.corpus_comparison import corpus_key, same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded, newest_recorded
-from hpctrain.train.run import Run, open_run
+from hpctrain.train.run_construction import open_run
 from hpctrain.train.stored_choices import computed_by, record_of, with_stored_choices
 from hpctrain.train.trainer import MakeTrainer, make_trainer
+from hpctrain.train.training_loop import Run
 from hpctrain.watch.run_files import remove_replayed
 
 STEPS = 10
@@ -51,7 +52,7 @@ def replay(
     overrides: Sequence[str],
     against: Path | None,
     show: Callable[[str], None],
-    make: MakeTrainer = make_trainer,
+    trainer_factory: MakeTrainer = make_trainer,
 ) -> int:
     """Replay steps after a checkpoint, and compare each loss with the recorded one. Collective.
 
@@ -62,7 +63,7 @@ def replay(
         overrides: `--set` arguments.
         against: Metrics file or later checkpoint with the losses, if not in the run folder.
         show: Prints lines, on rank 0.
-        make: Makes the trainer.
+        trainer_factory: Function that makes the trainer.
 
     Returns:
         The exit code: 0 if all losses are equal, 1 if they differ. On the same ranks, layout and versions,
@@ -89,7 +90,7 @@ def replay(
     count = _steps(path, recorded, steps)
     with world.agreement():
         deck = with_stored_choices(deck, original, state, path)
-    with engine_of(world, deck, path, make) as run:
+    with open_replay(world, deck, path, trainer_factory) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus):
                 key, what = corpus_key(deck)
@@ -205,7 +206,9 @@ def _steps(path: Path, recorded: Recorded, requested: int | None) -> int:
 
 
 @contextmanager
-def engine_of(world: World, deck: Deck, path: Path | None, make: MakeTrainer = make_trainer) -> Iterator[Run]:
+def open_replay(
+    world: World, deck: Deck, path: Path | None, trainer_factory: MakeTrainer = make_trainer
+) -> Iterator[Run]:
     """Open the run of a deck, from a checkpoint or from its start, in a temporary folder. Collective."""
     with _temporary_folder(world) as folder:
         changed = deck.with_keys(
@@ -213,7 +216,7 @@ def engine_of(world: World, deck: Deck, path: Path | None, make: MakeTrainer = m
             memory={"offload_dir": deck.memory.offload_dir or folder},
             stability={"verify_layout": False},
         )
-        run = open_run(world, changed, path, make=make)
+        run = open_run(world, changed, path, trainer_factory=trainer_factory)
         try:
             yield run
         finally:

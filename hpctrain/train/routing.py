@@ -112,7 +112,7 @@ class RoutingRecorder(Hook):
         if not self._done and done.state.samples >= self.recorded:
             self._write()
 
-    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
+    def at_end(self, decision: StepDecision) -> None:  # noqa: ARG002
         """Write the samples so far, if the file is not written yet. Collective."""
         if not self._done and self.state.samples > self.first:
             self._write()

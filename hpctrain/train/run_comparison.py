@@ -38,7 +38,7 @@ from hpctrain.train.corpus_comparison import require_same_source
 from hpctrain.train.divergence import Rounding, StepComparison, StepDifference, first_of, parameter_of
 from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
 from hpctrain.train.recorded_losses import Recorded
-from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
+from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, open_replay, reasons_of, refuse_other_order
 from hpctrain.train.stored_choices import computed_by, with_stored_choices
 from hpctrain.train.verdict import (
     ComparisonResult,
@@ -267,7 +267,7 @@ def _replay(
     path = known.path if start.step in run.stored else None
     following = [each for step, each in run.step_losses.items() if step > start.step]
     recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))
-    with engine_of(world, changed, path) as opened:
+    with open_replay(world, changed, path) as opened:
         reasons = reasons_of(opened, before, changed, state, recorded, count)
         layer_context = opened.trainer.engine.stage.layer_context
         replay = ReplayedRun(run, changed, opened.checkpoints.layout, computed_by(layer_context), reasons)

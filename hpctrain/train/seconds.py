@@ -33,20 +33,24 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class PlannedSeconds:
-    """Predicted step on the machine whose rates the deck names; `on_first` is None on ranks other than 0."""
+class PredictedSeconds:
+    """Predicted step on the machine whose rates the deck names.
 
-    on_first: tuple[MachineRates, StepPlan] | None
+    Attributes:
+        on_rank_0: Rates of the machine and the step, on rank 0; None on other ranks.
+    """
+
+    on_rank_0: tuple[MachineRates, StepPlan] | None
 
     def row(self) -> dict[str, object]:
         """Return the values for JSON, on rank 0."""
-        if self.on_first is None:
+        if self.on_rank_0 is None:
             return {}
-        machine, step = self.on_first
+        machine, step = self.on_rank_0
         return {"machine": machine.name, "stage": step.stage, "predicted": step.row()}
 
 
-def plan_seconds(world: World, deck: Deck, *, is_resumed: bool) -> tuple[PlannedSeconds | None, str]:
+def plan_seconds(world: World, deck: Deck, *, is_resumed: bool) -> tuple[PredictedSeconds | None, str]:
     """Predict the seconds of a step from `machine.rates`. Collective.
 
     Args:
@@ -79,8 +83,8 @@ def plan_seconds(world: World, deck: Deck, *, is_resumed: bool) -> tuple[Planned
                 if not is_resumed or deck.sources.place("machine.rates").override is not None:
                     raise
                 sentence = f"the step time is not predicted: {error.problems[0]}"
-    planned = world.everyone.broadcast_object(prediction is not None)
-    return PlannedSeconds(prediction) if planned else None, sentence
+    is_predicted = world.everyone.broadcast_object(prediction is not None)
+    return PredictedSeconds(prediction) if is_predicted else None, sentence
 
 
 class StepSeconds(Hook):
@@ -89,8 +93,8 @@ class StepSeconds(Hook):
     The first step is left out if there are others, since it counts activations and allocates buffers.
     """
 
-    def __init__(self, trainer: Trainer, planned: PlannedSeconds) -> None:
-        self.engine, self.planned = trainer.engine, planned
+    def __init__(self, trainer: Trainer, prediction: PredictedSeconds) -> None:
+        self.engine, self.prediction = trainer.engine, prediction
         self.full = trainer.deck.batch.global_size
         self.zero = trainer.deck.layout.zero
         self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
@@ -130,7 +134,7 @@ class StepSeconds(Hook):
             )
         )
 
-    def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
+    def at_end(self, decision: StepDecision) -> None:  # noqa: ARG002
         """Compute the mean over the ranks of the predicted stage and over undisturbed steps. Collective."""
         world, mesh = self.engine.world, self.engine.mesh
         everyone, timeline = world.everyone, world.ledger.timeline
@@ -150,9 +154,9 @@ class StepSeconds(Hook):
             )
         seconds = fsum(each.seconds for each in chosen) / len(chosen)
         ranks = everyone.all_gather_object((mesh.coordinate("pipeline"), seconds, causes))
-        if self.planned.on_first is None:
+        if self.prediction.on_rank_0 is None:
             return
-        _, step = self.planned.on_first
+        _, step = self.prediction.on_rank_0
         of_stage = [(seconds, causes) for stage, seconds, causes in ranks if stage == step.stage]
         self.measured = MeasuredStep(
             fsum(seconds for seconds, _ in of_stage) / len(of_stage),
@@ -163,15 +167,15 @@ class StepSeconds(Hook):
 
     def table(self) -> list[str]:
         """Return lines that compare predicted and measured seconds, on rank 0."""
-        if self.planned.on_first is None or self.measured is None:
+        if self.prediction.on_rank_0 is None or self.measured is None:
             return []
-        machine, step = self.planned.on_first
+        machine, step = self.prediction.on_rank_0
         return comparison_lines(step, machine, self.measured, self.engine.mesh.size("pipeline"))
 
     def row(self) -> dict[str, object]:
         """Return the values for JSON, on rank 0."""
         measured = {} if self.measured is None else {"measured": self.measured.row()}
-        return self.planned.row() | measured
+        return self.prediction.row() | measured
 
 
 def _since(before: Mapping[Key, float], now: Mapping[Key, float]) -> dict[Key, float]:

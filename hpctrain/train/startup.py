@@ -27,7 +27,7 @@ from hpctrain.files import read_bytes, write_text
 from hpctrain.host.device import on_host
 from hpctrain.host.launcher import core_warning
 from hpctrain.watch.dashboards import require_packages
-from hpctrain.watch.folder import take_folder
+from hpctrain.watch.folder import lock_run_folder
 
 SECONDS_TO_APPEAR = 5.0
 """Time after which a file that one node has written must be visible on all nodes, in seconds."""
@@ -167,7 +167,7 @@ class RunFolder:
         self._lock: TextIO | None = None
         self._is_locked = False
 
-    def take(self) -> None:
+    def lock(self) -> None:
         """Lock the folder, mark it as a run's and write the deck there. Further calls do nothing. Collective.
 
         Raises:
@@ -178,7 +178,7 @@ class RunFolder:
         earlier_activity, self.world.ledger.activity = self.world.ledger.activity, "locking the run folder"
         with self.world.agreement():
             if self.world.rank == 0:
-                self._lock = take_folder(self.path)
+                self._lock = lock_run_folder(self.path)
         check_run_folder(self.world, self.path)
         with self.world.agreement():
             if self.world.rank == 0:

@@ -36,18 +36,18 @@ class TrainerParts:
         engine: Engine of the deck, without state.
         corpus: Training data.
         checkpoint: Checkpoint from which the run resumes, if any.
-        fill: Collective function that loads the state of the engine and of its auxiliary models from the
-            checkpoint, or from the model that the run starts from. It returns the counters of the checkpoint,
-            None for a new run.
-        seat: Placement of this rank's model.
+        load_state: Collective function that loads the state of the engine and of its auxiliary models, from
+            the checkpoint or from the model that the run starts from. It returns the counters of the
+            checkpoint; None for a new run.
+        placement: Placement of this rank's model.
     """
 
     deck: Deck
     engine: Engine
     corpus: Corpus
     checkpoint: Path | None
-    fill: Callable[[], TrainState | None]
-    seat: ModelPlacement
+    load_state: Callable[[], TrainState | None]
+    placement: ModelPlacement
 
 
 class Trainer:
@@ -199,4 +199,4 @@ def step_of(deck: Deck, engine: Engine, batches: Batches) -> Step:
 
 def make_trainer(parts: TrainerParts) -> Trainer:
     """Return the trainer of a run on a fixed data set."""
-    return Trainer(parts.deck, parts.engine, parts.corpus.train, parts.fill())
+    return Trainer(parts.deck, parts.engine, parts.corpus.train, parts.load_state())

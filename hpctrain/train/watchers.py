@@ -208,7 +208,7 @@ class StepReport(Hook):
             went_back=None if done.rollback_cause is None else asdict(done.rollback_cause),
         )
 
-    def at_end(self, order: StepDecision) -> None:
+    def at_end(self, decision: StepDecision) -> None:
         """Write the ledger, and report how the run ended."""
         reporter, run, world = self.reporter, self.deck.run, self.world
         newest = self.checkpoints.newest
@@ -220,12 +220,12 @@ class StepReport(Hook):
                 reporter.say(self.trainer.outcome_lines)
                 reporter.say(self.memory.table())
                 reporter.say([] if self.memory.seconds is None else self.memory.seconds.table())
-        if order.stop:
+        if decision.stop:
             step = f"after step {self.state.step} of {run.steps}"
             reporter.say(
-                [f"stopped {step}: {order.why}; resume with `{resume_command(self.folder, newest)}`"]
+                [f"stopped {step}: {decision.why}; resume with `{resume_command(self.folder, newest)}`"]
             )
-        elif order.early:
+        elif decision.early:
             step = f"after step {self.state.step} of {run.steps}"
-            reporter.say([f"ended {step}: {order.why}; continue with a higher run.patience, or 0"])
-        reporter.record_end(newest, order.why, order.early)
+            reporter.say([f"ended {step}: {decision.why}; continue with a higher run.patience, or 0"])
+        reporter.record_end(newest, decision.why, decision.early)

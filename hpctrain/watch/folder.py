@@ -42,11 +42,11 @@ _LOCK_BYTES = 1000
 _UNKNOWN = "unknown"
 
 
-def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
-    """Return True if the files of an earlier run are to be deleted before this run begins.
+def must_replace_run(deck: Deck, fresh: bool, resumes: bool) -> bool:
+    """Check the folder of a new run. Return True if the files of an earlier run must be deleted there.
 
     They are deleted with `fresh`, or if the earlier run ended before its first checkpoint. If the file system
-    has no locks, nothing shows whether it has ended, so they are then deleted only with `again`.
+    has no locks, nothing shows whether it has ended, so they are then deleted only with `resumes`.
 
     Raises:
         HpctrainError: The folder contains files that the run would overwrite.
@@ -54,13 +54,13 @@ def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
     folder = Path(deck.run.dir)
     _refuse_file(deck)
     refuse_unfit(folder)
-    ended_early = again or not checkpoints(folder / "checkpoints")
+    ended_early = resumes or not checkpoints(folder / "checkpoints")
     ended_early = ended_early and is_run(folder) and bool(names_of_a_run(folder))
-    if ended_early and not (fresh or again or is_free(folder)):
+    if ended_early and not (fresh or resumes or is_free(folder)):
         with lock_folder(folder):  # only where the file system has no locks
             held = "holds a run without a checkpoint that may be running; wait until it ends, or replace it"
             raise HpctrainError(deck.problem("run.dir", f"{held} with `--fresh`"))
-    if ended_early and not (fresh or again) and read_token(folder) is not None:
+    if ended_early and not (fresh or resumes) and read_token(folder) is not None:
         held = "holds a run whose state its nodes may still have in memory"
         remedy = f"resume it with `{resume_command(folder, None)}`, or replace it with `--fresh`"
         raise HpctrainError(deck.problem("run.dir", f"{held}; {remedy}"))
@@ -78,26 +78,26 @@ def _refuse_file(deck: Deck) -> None:
             raise HpctrainError(deck.problem("run.dir", f"{above}is a file, not a folder"))
 
 
-def clear_folder(deck: Deck, fresh: bool, again: bool, reads: Sequence[str] = ()) -> str:
-    """Delete the files of an earlier run from a run's folder before a run starts, if `replaces` says so.
+def clear_folder(deck: Deck, fresh: bool, resumes: bool, needed: Sequence[str] = ()) -> str:
+    """Delete the files of an earlier run from the folder of a new run, if `must_replace_run` says so.
 
     Call this on rank 0.
 
     Args:
         deck: Deck of the run.
         fresh: True to delete any earlier run.
-        again: True if the same run starts again.
-        reads: Files that the run reads besides those of its deck. They must not be deleted.
+        resumes: True if the same run continues.
+        needed: Files that the run reads besides those of its deck. They must not be deleted.
 
     Returns:
         A sentence about files that are not a run's and are kept; "" if there are none.
 
     Raises:
-        HpctrainError: As in `replaces` and `remove_run`.
+        HpctrainError: As in `must_replace_run` and `remove_run`.
     """
-    if not replaces(deck, fresh, again):
+    if not must_replace_run(deck, fresh, resumes):
         return ""
-    foreign_files = _remove(Path(deck.run.dir), [*reads, *_files_of(deck)], warns=not fresh)
+    foreign_files = _remove(Path(deck.run.dir), [*needed, *_files_of(deck)], warns=not fresh)
     refuse_other_run(deck)
     return foreign_files
 
@@ -247,7 +247,7 @@ def _remove(folder: Path, needed: Sequence[str], warns: bool) -> str:
     return f"{folder}: kept {listed(foreign_files)}, which no run wrote" if foreign_files else ""
 
 
-def take_folder(folder: Path) -> TextIO:
+def lock_run_folder(folder: Path) -> TextIO:
     """Create a run's folder if necessary, lock it, and mark it as a run's.
 
     Returns:

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.cli.generate import Output
 from hpctrain.comm.world import World
-from hpctrain.train.run import open_run
+from hpctrain.train.run_construction import open_run
 from tests.data.preparing import prepare
 from tests.engines import small_deck
 from tests.launch import clean_environment

@@ -56,7 +56,7 @@ def test_all_that_a_run_holds_is_planned(world: World, mpi_tmp_path: Path, name:
     prepare_copying(world, mpi_tmp_path)
     world.groups.scratch._free.clear()  # what earlier tests of this world have left
     world.groups.scratch.bytes = world.groups.scratch.peak_bytes = 0
-    assert run_deck(world, mpi_tmp_path / "deck.toml", keys, make=make_trainer) == 0
+    assert run_deck(world, mpi_tmp_path / "deck.toml", keys, trainer_factory=make_trainer) == 0
     rows = json.loads((mpi_tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     for predicted, measured in zip(rows["predicted"]["stages"], rows["measured"], strict=True):
         assert {kind: predicted[kind] for kind in EXACT} == {kind: measured[kind] for kind in EXACT}
@@ -73,7 +73,7 @@ def test_a_reference_may_lie_on_a_disk(world: World, mpi_tmp_path: Path) -> None
     for home in ("", ', "memory.optimizer=disk", "memory.parameters=disk"'):
         folder = mpi_tmp_path / f"run{len(found)}"
         keys = (f'policy.reference=["layout.zero=3"{home}]', f"run.dir={folder}")
-        assert run_deck(world, mpi_tmp_path / "deck.toml", keys, make=make_trainer) == 0
+        assert run_deck(world, mpi_tmp_path / "deck.toml", keys, trainer_factory=make_trainer) == 0
         rows = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         predicted, measured = rows["predicted"]["stages"][0], rows["measured"][0]
         assert predicted["parameter_bytes"] == measured["parameter_bytes"]
@@ -170,7 +170,7 @@ def test_reward_models_are_planned(world: World, mpi_tmp_path: Path) -> None:
         judges.append(f"{mpi_tmp_path}/{name}")
     keys = [f"policy.reward={json.dumps(['exact-match', *judges])}", "run.steps=2", "run.evaluate_every=0"]
     keys += ["policy.reward_ranks=1", "batch.micro_size=4"] if world.size == 2 else []
-    assert run_deck(world, mpi_tmp_path / "deck.toml", keys, make=make_trainer) == 0
+    assert run_deck(world, mpi_tmp_path / "deck.toml", keys, trainer_factory=make_trainer) == 0
     rows = json.loads((mpi_tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     for predicted, measured in zip(rows["predicted"]["stages"], rows["measured"], strict=True):
         assert {kind: predicted[kind] for kind in EXACT} == {kind: measured[kind] for kind in EXACT}

@@ -119,7 +119,7 @@ def test_a_run_tells_what_its_log_has(world: World, mpi_tmp_path: Path) -> None:
     deck = write_deck(
         world, mpi_tmp_path, "far", policy("ppo", more="epochs = 4\n"), size=16, rate="0.5", steps=8
     )
-    assert run_deck(world, deck, ["learning_rate.warmup=0"], make=make_trainer) == 0
+    assert run_deck(world, deck, ["learning_rate.warmup=0"], trainer_factory=make_trainer) == 0
     if world.rank == 0:
         log = (mpi_tmp_path / "far/log.txt").read_text()
         assert log.count("from the policy that wrote its samples (moved)") == 1

@@ -66,8 +66,8 @@ def test_a_divided_run_is_the_same_run(world: World, mpi_tmp_path: Path, mode: s
         write_deck(world, mpi_tmp_path, name, policy("ppo", more=more), steps=6, size=16)
         for name in ("alone", "divided")
     ]
-    by_rank_0(world, lambda alone: run_deck(alone, decks[0], keys, make=make_trainer))
-    assert run_deck(world, decks[1], [*keys, *APART], make=make_trainer) == 0
+    by_rank_0(world, lambda alone: run_deck(alone, decks[0], keys, trainer_factory=make_trainer))
+    assert run_deck(world, decks[1], [*keys, *APART], trainer_factory=make_trainer) == 0
     folders = [mpi_tmp_path / name for name in ("alone", "divided")]
     wanted = rows_of(folders[0])
     assert rows_of(folders[1]) == wanted
@@ -80,7 +80,7 @@ def test_a_divided_run_is_the_same_run(world: World, mpi_tmp_path: Path, mode: s
     assert structures[0].state["companions"] == structures[1].state["companions"]
 
     def goes_on(at: World, middle: Path, name: str, division: list[str]) -> int:
-        return resume(at, middle, [f"run.dir={mpi_tmp_path / name}", *division], make=make_trainer)
+        return resume(at, middle, [f"run.dir={mpi_tmp_path / name}", *division], trainer_factory=make_trainer)
 
     assert goes_on(world, middles[1], "again", []) == 0
     assert goes_on(world, middles[0], "cut", APART[:2]) == 0
@@ -97,7 +97,7 @@ def test_a_divided_run_is_the_same_run(world: World, mpi_tmp_path: Path, mode: s
 def test_what_is_held_is_planned_by_who_holds_it(world: World, mpi_tmp_path: Path) -> None:
     write_prompts(world, mpi_tmp_path)
     deck = write_deck(world, mpi_tmp_path, "divided", policy("ppo"), steps=2, size=16)
-    assert run_deck(world, deck, [*KEYS, *APART[:2]], make=make_trainer) == 0
+    assert run_deck(world, deck, [*KEYS, *APART[:2]], trainer_factory=make_trainer) == 0
     plan = json.loads((mpi_tmp_path / "divided/plan.json").read_text())
     predicted, measured = plan["predicted"], plan["measured"]
     assert predicted["roles"] == {"policy": 1, "critic and reference": 1}
@@ -118,10 +118,10 @@ def test_what_fails_on_some_ranks_ends_the_run_on_all(world: World, mpi_tmp_path
     deck = write_deck(world, mpi_tmp_path, "divided", policy("ppo"), steps=2, size=16)
     text = 'policy.critic=["model.from=nothing.h5"]'
     with pytest.raises(HpctrainError, match=r"nothing.h5: no such checkpoint") as found:
-        run_deck(world, deck, [*KEYS, *APART[:1], text], make=make_trainer)
+        run_deck(world, deck, [*KEYS, *APART[:1], text], trainer_factory=make_trainer)
     assert world.is_agreed(found.value)
     fits = [*KEYS, *APART[:1], "layout.tensor=1", 'policy.critic=["layout.tensor=2"]']
     with pytest.raises(HpctrainError, match=r"policy.critic: layout.tensor=2: .*the number of ranks, 1"):
-        run_deck(world, deck, fits, make=make_trainer)
+        run_deck(world, deck, fits, trainer_factory=make_trainer)
     with pytest.raises(HpctrainError, match="the number of ranks of the policy, 1"):
-        run_deck(world, deck, [*KEYS, *APART[:1], "layout.tensor=2"], make=make_trainer)
+        run_deck(world, deck, [*KEYS, *APART[:1], "layout.tensor=2"], trainer_factory=make_trainer)

@@ -41,7 +41,7 @@ CLOCKS = ("seconds", "tokens_per_s", "mfu", "bytes", "time")
 def run(world: World, mpi_tmp_path: Path) -> Path:
     """A finished one of four steps, two of each rollout."""
     prepare_copying(world, mpi_tmp_path)
-    assert run_deck(world, mpi_tmp_path / "deck.toml", LONG, make=make_trainer) == 0
+    assert run_deck(world, mpi_tmp_path / "deck.toml", LONG, trainer_factory=make_trainer) == 0
     return mpi_tmp_path / "run"
 
 
@@ -111,14 +111,14 @@ def test_the_model_is_read_without_its_critic(world: World, run: Path) -> None:
 @pytest.mark.mpi(max_size=1)
 def test_what_is_not_for_policies_says_so(world: World, run: Path) -> None:
     deck = run.parent / "deck.toml"
-    assert run_deck(world, deck, ["run.steps=2", f"run.dir={run}2"], make=make_trainer) == 0
+    assert run_deck(world, deck, ["run.steps=2", f"run.dir={run}2"], trainer_factory=make_trainer) == 0
     with pytest.raises(HpctrainError, match=r"objective.kind = .*ppo.*`--no-replay`"):
         compare(world, (run, Path(f"{run}2")), None, True, lambda _: None)
     assert compare(world, (run, run.parent / "run2"), None, False, lambda _: None) == 0
     with pytest.raises(HpctrainError, match="is unsupported in bench train"):
         bench_train(world, deck, (), TrainingBenchOptions(1, 1), None)
     with pytest.raises(HpctrainError, match=r"memory\.optimizer=host: requires GPUs"):
-        run_deck(world, deck, ["memory.optimizer=host", f"run.dir={run}3"], make=make_trainer)
+        run_deck(world, deck, ["memory.optimizer=host", f"run.dir={run}3"], trainer_factory=make_trainer)
 
 
 KEPT: dict[str, tuple[str, ...]] = {
@@ -139,7 +139,7 @@ def test_what_changes_no_bit(world: World, run: Path, name: str, monkeypatch: py
     monkeypatch.setattr(corruption, "REPEATED", 1)  # also in the first step of a run that goes on
     other = run.parent / name
     keys = (*KEPT[name], f"run.dir={other}")
-    assert run_deck(world, run.parent / "deck.toml", (*LONG, *keys), make=make_trainer) == 0
+    assert run_deck(world, run.parent / "deck.toml", (*LONG, *keys), trainer_factory=make_trainer) == 0
     assert figures_of(other) == figures_of(run)
     for step in (2, 4):
         one, two = (
@@ -150,7 +150,7 @@ def test_what_changes_no_bit(world: World, run: Path, name: str, monkeypatch: py
         assert differing(one, two, world) == []
     again = run.parent / "again"
     source = other / "checkpoints" / "step-00000002.h5"
-    assert resume(world, source, [f"run.dir={again}"], make=make_trainer) == 0
+    assert resume(world, source, [f"run.dir={again}"], trainer_factory=make_trainer) == 0
     assert figures_of(again) == [row for row in figures_of(run) if row["step"] > 2]
 
 

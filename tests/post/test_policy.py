@@ -45,7 +45,7 @@ def test_policies_learn(world: World, mpi_tmp_path: Path) -> None:
     ):
         objective = policy(kind, 0.01, more=more)
         deck = write_deck(world, mpi_tmp_path, kind, objective, model="", **sizes)
-        assert run_deck(world, deck, keys, make=make_trainer) == 0
+        assert run_deck(world, deck, keys, trainer_factory=make_trainer) == 0
         rows = rows_of(mpi_tmp_path / kind)
         assert rows[0]["reward"] < 0.2
         assert rows[-1]["validation_reward"] >= 0.9
@@ -83,13 +83,13 @@ def test_every_layout_writes_and_learns_the_same(
     keys = ["run.evaluate_every=8", "optimizer.name=sgd", "learning_rate.peak=0.1"]
     alone = world.single_rank_world()
     if world.rank == 0:
-        run_deck(alone, deck, [*keys, f"run.dir={mpi_tmp_path}/one"], make=make_trainer)
+        run_deck(alone, deck, [*keys, f"run.dir={mpi_tmp_path}/one"], trainer_factory=make_trainer)
     world.everyone.barrier()
     wanted, written = rows_of(mpi_tmp_path / "one"), (mpi_tmp_path / "one/samples.jsonl").read_text()
     assert len(written.splitlines()) == 4 * 2 + 4
     for number, layout in enumerate(LAYOUTS[world.size]):
         folder = mpi_tmp_path / f"layout{number}"
-        assert run_deck(world, deck, [*keys, *layout, f"run.dir={folder}"], make=make_trainer) == 0
+        assert run_deck(world, deck, [*keys, *layout, f"run.dir={folder}"], trainer_factory=make_trainer) == 0
         assert (folder / "samples.jsonl").read_text() == written, layout
         for row, other in zip(rows_of(folder), wanted, strict=True):
             assert row.keys() == other.keys()
@@ -106,12 +106,12 @@ def test_a_run_that_goes_on_has_the_same_bits(world: World, mpi_tmp_path: Path, 
     more = 'epochs = 2\nrollout = 32\ncritic = ["optimizer.beta2=0.9", "layout.zero=1"]\n'
     deck = write_deck(world, mpi_tmp_path, "whole", policy("ppo", more=more), steps=12, size=16)
     keys = ["checkpoint.every=4", "checkpoint.keep=9", "run.evaluate_every=4", f"checkpoint.mode={mode}"]
-    assert run_deck(world, deck, keys, make=make_trainer) == 0
+    assert run_deck(world, deck, keys, trainer_factory=make_trainer) == 0
     wanted = rows_of(mpi_tmp_path / "whole")
     middle = mpi_tmp_path / "whole/checkpoints/step-00000004.h5"
     for name, layout, exact in (("again", [], True), ("else", ["layout.tensor=2"], False)):
         folder = mpi_tmp_path / name
-        assert resume(world, middle, [f"run.dir={folder}", *layout], make=make_trainer) == 0
+        assert resume(world, middle, [f"run.dir={folder}", *layout], trainer_factory=make_trainer) == 0
         rows = rows_of(folder)
         assert [row["step"] for row in rows] == list(range(5, 13))
         # What it needs to go on once more has come with it.
@@ -133,7 +133,7 @@ def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path,
         more = f"samples = 4\n{adapters}"
         deck = write_deck(world, mpi_tmp_path, name, policy("grpo", more=more), size=16, steps=2)
         keys = [f"run.seed={seed}", "checkpoint.every=1"]
-        assert run_deck(world, deck, keys, make=make_trainer) == 0
+        assert run_deck(world, deck, keys, trainer_factory=make_trainer) == 0
     folder, foreign = mpi_tmp_path / "one", mpi_tmp_path / "other/reference.h5"
     own, first = (folder / "reference.h5").read_bytes(), folder / "checkpoints/step-00000001.h5"
     world.everyone.barrier()
@@ -141,7 +141,7 @@ def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path,
         (folder / "reference.h5").write_bytes(foreign.read_bytes())
     world.everyone.barrier()
     with pytest.raises(InputOutputError) as raised:
-        resume(world, first, [], make=make_trainer)
+        resume(world, first, [], trainer_factory=make_trainer)
     (sentence,) = raised.value.problems
     assert sentence.startswith(
         f"{folder}/reference.h5: belongs to another run than {first}, whose reference is "
@@ -150,7 +150,7 @@ def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path,
     if world.rank == 0:
         (folder / "reference.h5").write_bytes(own)
     world.everyone.barrier()
-    assert resume(world, first, [], make=make_trainer) == 0
+    assert resume(world, first, [], trainer_factory=make_trainer) == 0
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -167,7 +167,7 @@ def test_a_critic_steps_by_its_own_keys(world: World, mpi_tmp_path: Path) -> Non
         deck = write_deck(
             world, mpi_tmp_path, name, policy("ppo", more=more.format(keys)), size=16, rate="0.1"
         )
-        assert run_deck(world, deck, [], make=make_trainer) == 0
+        assert run_deck(world, deck, [], trainer_factory=make_trainer) == 0
         found[name] = [row["critic_loss"] for row in rows_of(mpi_tmp_path / name)]
     assert found["still"][-1] == pytest.approx(found["still"][0], rel=1e-6)
     assert found["usual"][-1] != pytest.approx(found["usual"][0], rel=1e-3)
@@ -183,15 +183,15 @@ def test_a_policy_with_adapters_is_its_own_reference(
     write_prompts(world, mpi_tmp_path)
     adapters = '[model.adapters]\nrank = 4\nalpha = 8\ntargets = ["*"]\n'
     first = write_deck(world, mpi_tmp_path, "first", policy("grpo", more=f"samples = 4\n{adapters}"), size=16)
-    assert run_deck(world, first, more, make=make_trainer) == 0
+    assert run_deck(world, first, more, trainer_factory=make_trainer) == 0
     source = mpi_tmp_path / "first/checkpoints/latest"
     deck = write_deck(world, mpi_tmp_path, "shared", policy("ppo", more=adapters), model="", size=16)
     keys = [*more, f"model.from={source}"]
-    assert run_deck(world, deck, keys, make=make_trainer) == 0
+    assert run_deck(world, deck, keys, trainer_factory=make_trainer) == 0
     wanted = rows_of(mpi_tmp_path / "shared")
     assert (wanted[0]["kl"], wanted[-1]["kl"] != 0) == (0, True)
     apart = [f"run.dir={mpi_tmp_path}/apart", 'policy.reference=["batch.micro_size=4"]']
-    assert run_deck(world, deck, [*keys, *apart], make=make_trainer) == 0
+    assert run_deck(world, deck, [*keys, *apart], trainer_factory=make_trainer) == 0
     assert rows_of(mpi_tmp_path / "apart") == wanted
 
 
@@ -211,7 +211,7 @@ def test_a_reward_that_fails_ends_in_a_sentence(world: World, mpi_tmp_path: Path
         (mpi_tmp_path / "judge.py").write_text(code + "\n")
     deck = write_deck(world, mpi_tmp_path, "bad", policy(reward="judge.py:reward", more="seconds = 1\n"))
     with pytest.raises(HpctrainError) as caught:
-        run_deck(world, deck, [], make=make_trainer)
+        run_deck(world, deck, [], trainer_factory=make_trainer)
     (sentence,) = caught.value.problems
     assert told in sentence
     assert "prompt" in sentence
@@ -237,7 +237,7 @@ def test_a_reward_model_judges(world: World, mpi_tmp_path: Path) -> None:
     pairs = write_deck(world, mpi_tmp_path, "judge", 'kind = "reward"\n', tokens="pairs", steps=2, size=8)
     assert run_deck(world, pairs, ["data.validation=0"]) == 0
     judge = f'policy.reward=["{mpi_tmp_path}/judge"]'
-    assert run_deck(world, language, [judge], make=make_trainer) == 0
+    assert run_deck(world, language, [judge], trainer_factory=make_trainer) == 0
     (row,) = rows_of(mpi_tmp_path / "policy")
     assert math.isfinite(row["reward"])
     assert row["reward_deviation"] > 0
@@ -245,5 +245,8 @@ def test_a_reward_model_judges(world: World, mpi_tmp_path: Path) -> None:
     assert len({each["rewards"]["model"] for each in samples}) > 1
     with pytest.raises(HpctrainError, match="is not a reward model"):
         run_deck(
-            world, language, [f'policy.reward=["{mpi_tmp_path}/policy"]', "run.dir=none"], make=make_trainer
+            world,
+            language,
+            [f'policy.reward=["{mpi_tmp_path}/policy"]', "run.dir=none"],
+            trainer_factory=make_trainer,
         )

@@ -55,7 +55,7 @@ def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
     with monkeypatch.context() as patch:
         patch.setattr(Step, "read_share", kept)
         Poison(patch, [13 * BATCH], tokens=False, loud=True)
-        assert run_deck(world, deck, [], make=make_trainer) == 0
+        assert run_deck(world, deck, [], trainer_factory=make_trainer) == 0
     run, again = mpi_tmp_path / "policy", mpi_tmp_path / "again"
     rows = read_metrics(run / "metrics.jsonl")
     told = [row["went_back"] for row in rows if "went_back" in row]
@@ -78,6 +78,6 @@ def test_a_policy_that_goes_back_leaves_out_whole_rollouts(
 
     # Whoever resumes it goes the same way.
     middle = run / "checkpoints" / "step-00000008.h5"
-    assert resume(world, middle, [f"run.dir={again}"], make=make_trainer) == 0
+    assert resume(world, middle, [f"run.dir={again}"], trainer_factory=make_trainer) == 0
     later = read_metrics(again / "metrics.jsonl")
     assert [row["loss"] for row in later] == [row["loss"] for row in rows[8:]]

@@ -29,7 +29,7 @@ from hpctrain.text import table
 from hpctrain.train import fault_recovery
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.layout_verification import NOISE_STD
-from hpctrain.train.run import Loop
+from hpctrain.train.training_loop import Loop
 from tests.train.flipped_bits import MOMENTS, Campaign, Planted
 from tests.train.poisoned import make_deck, train
 

@@ -27,9 +27,9 @@ from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
 from hpctrain.sharding.synchronize import GradientSynchronizer
-from hpctrain.train.run import Loop
 from hpctrain.train.step import ReadBatches, Step, StepResult
 from hpctrain.train.trainer import Trainer
+from hpctrain.train.training_loop import Loop
 from tests.comm.transports.random_calls import Flip as Change
 from tests.comm.transports.random_calls import FlippingTransport
 from tests.fault_checks.test_matmul_audit import Flip as Wrong

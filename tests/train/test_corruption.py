@@ -33,7 +33,8 @@ from hpctrain.train import corruption, fault_recovery
 from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.rollback import Rollback
-from hpctrain.train.run import open_run, resume
+from hpctrain.train.run import resume
+from hpctrain.train.run_construction import open_run
 from hpctrain.train.signals import Signals
 from hpctrain.train.step import ReadBatches, Step
 from hpctrain.train.trainer import Trainer

@@ -270,7 +270,7 @@ def test_wherever_a_run_is_killed_best_is_whole_and_the_best(
             if step > 1:
                 verify(link, world.everyone)
                 assert int(link.readlink().name[5:13]) in {lowest, lowest - 1, lowest - 2}
-            assert run_deck(world, deck, keys, again=True) == 0
+            assert run_deck(world, deck, keys, resumes=True) == 0
             assert best_of(folder) == "step-00000005.h5", (name, at, before)
 
 

@@ -132,7 +132,7 @@ def test_killed_first_start_can_be_repeated(kind: str, world: World, tokens: Pat
     path.write_text(DECK.format(folder=tmp_path, tokens=tokens / TOKENS.get(kind, "text.h5")) + KINDS[kind])
     deck, single = read_deck(path, (), 1), world.single_rank_world()
     with copy_states(folder, tmp_path / "states") as states:
-        assert run_deck(single, path, [], make=make_trainer) == 0
+        assert run_deck(single, path, [], trainer_factory=make_trainer) == 0
     first = [state for state in states if not any((state / "checkpoints").glob("step-*"))]
     assert len(first) > 5
 
@@ -143,7 +143,7 @@ def test_killed_first_start_can_be_repeated(kind: str, world: World, tokens: Pat
     for state in first:
         for fresh, again in ((False, False), (True, False), (False, True)):
             restore(state)
-            clear_folder(deck, fresh=fresh, again=again)
+            clear_folder(deck, fresh=fresh, resumes=again)
         restore(state)
         with pytest.raises(InputOutputError, match="no valid checkpoint") as caught:
             resume(single, folder, [])
@@ -153,7 +153,7 @@ def test_killed_first_start_can_be_repeated(kind: str, world: World, tokens: Pat
     assert bool(with_reference) == (kind in TOKENS)
     for state in (first[0], *with_reference[:2]):
         restore(state)
-        assert run_deck(single, path, [], make=make_trainer) == 0
+        assert run_deck(single, path, [], trainer_factory=make_trainer) == 0
 
 
 def test_killed_resume_into_another_folder_can_be_repeated(
@@ -197,12 +197,12 @@ def test_mirrored_run_without_a_checkpoint_keeps_its_mirror(tokens: Path, tmp_pa
     assert resume_command(folder, None) == f"hpctrain resume {folder}"
     assert f"; resume with `hpctrain resume {folder}`" in explain_no_checkpoint(folder)
     with pytest.raises(HpctrainError) as caught:
-        clear_folder(deck, fresh=False, again=False)
+        clear_folder(deck, fresh=False, resumes=False)
     (problem,) = caught.value.problems
     assert problem.endswith(
         "holds a run whose state its nodes may still have in memory; resume it with "
         f"`hpctrain resume {folder}`, or replace it with `--fresh`"
     )
     assert (folder / "mirror.json").exists()
-    clear_folder(deck, fresh=True, again=False)
+    clear_folder(deck, fresh=True, resumes=False)
     assert not (folder / "mirror.json").exists()

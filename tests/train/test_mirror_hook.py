@@ -140,7 +140,7 @@ def test_a_run_that_lost_a_node_ends_as_one_that_did_not(
     assert losses(run) == losses(plain)[:11]
     drop(world, memory, 1)
     lose(None)
-    run_deck(world, deck_file, [f"run.dir={run}", *mirrored], again=True)
+    run_deck(world, deck_file, [f"run.dir={run}", *mirrored], resumes=True)
     step = 10 if layout == "every step" else 8
     on_disk = "newest on disk: step 10" if layout == "background" else "no checkpoint on disk"
     if layout == "background":
@@ -193,7 +193,7 @@ def test_on_another_number_of_ranks_losses_are_equal_to_rounding(
     lose(None)
     if world.rank == 0:
         alone = world.single_rank_world()
-        run_deck(alone, deck_file, [f"run.dir={run}", *MIRRORED, "checkpoint.every=6"], again=True)
+        run_deck(alone, deck_file, [f"run.dir={run}", *MIRRORED, "checkpoint.every=6"], resumes=True)
         assert "checkpoint.mirror has no effect: no neighbour node is left" in said(run)
         assert "restored step 8 from the memory" in said(run)
         expected = losses(plain)
@@ -217,11 +217,13 @@ def test_a_run_that_is_lost_again_and_again_goes_on(
     for step, node in ((8, 0), (9, 1), (13, 0)):
         lose(step)
         with pytest.raises(LostError):
-            run_deck(world, deck_file, [f"run.dir={run}", *MIRRORED, "checkpoint.mirror_every=3"], again=True)
+            run_deck(
+                world, deck_file, [f"run.dir={run}", *MIRRORED, "checkpoint.mirror_every=3"], resumes=True
+            )
         world.everyone.barrier()
         drop(world, memory, node)
     lose(None)
-    run_deck(world, deck_file, [f"run.dir={run}", *MIRRORED], again=True)
+    run_deck(world, deck_file, [f"run.dir={run}", *MIRRORED], resumes=True)
     text = said(run)
     assert "restored step 6 from the memory of" in text
     assert "newest on disk: step 6, nothing newer in the memory of the remaining nodes" in text
@@ -252,7 +254,7 @@ def test_a_run_that_went_back_does_not_go_on_from_what_it_gave_up(
         patch.setattr(Trainer, "train_step", train_step)
         lost: list[int] = []
         begin(world, deck, run, *keys, *mirrored)
-        run_deck(world, deck, [f"run.dir={run}", *keys, *mirrored], again=True)
+        run_deck(world, deck, [f"run.dir={run}", *keys, *mirrored], resumes=True)
     assert lost == [6]
     assert "newest on disk: step 5, nothing newer in the memory of the remaining nodes" in said(run)
     assert_same_end(world, mpi_tmp_path, "run", "undisturbed")
@@ -266,7 +268,7 @@ def test_a_run_that_begins_on_one_node_is_refused(
     told = r"checkpoint\.mirror=true: requires at least two nodes, not 2 ranks on one "
     for again in (False, True):
         with pytest.raises(HpctrainError, match=told) as caught:
-            run_deck(world, deck_file, [*keys, "checkpoint.mirror=true"], again=again)
+            run_deck(world, deck_file, [*keys, "checkpoint.mirror=true"], resumes=again)
         assert (caught.value.exit_code, len(caught.value.problems)) == (2, 1)
     assert not (mpi_tmp_path / "run").exists()
     run_deck(world, deck_file, keys)
@@ -288,7 +290,7 @@ def test_another_job_that_lives_keeps_its_mirrors(
         if self.state.step == 11 and not told:
             told.append("")
             with pytest.raises(HpctrainError, match="another job writes to this run folder") as caught:
-                run_deck(world, deck_file, keys, again=True)
+                run_deck(world, deck_file, keys, resumes=True)
             told[0] = caught.value.problems[0]
             assert read_part(next(memory.glob("hpctrain-mirror.*/node-0/rank-0.0"))) is not None
         return make(self, batch)

@@ -216,10 +216,11 @@ def test_recorded_routing_has_no_choices_for_padding(world: World, tmp_path: Pat
     keys += ["run.steps=1", "model.experts.record_routing=8", "model.vocabulary="]
     (tmp_path / "deck.toml").write_text(DECK)
     losses = []
-    for name, replayed in (("first", None), ("second", tmp_path / "first" / ROUTING_FILE)):
+    for name, routing_path in (("first", None), ("second", tmp_path / "first" / ROUTING_FILE)):
         folder = tmp_path / name
         arguments = [*keys, f"run.dir={folder}"]
-        assert run_deck(world.single_rank_world(), tmp_path / "deck.toml", arguments, replayed=replayed) == 0
+        alone = world.single_rank_world()
+        assert run_deck(alone, tmp_path / "deck.toml", arguments, routing_path=routing_path) == 0
         actual = RoutingFile.read(folder / ROUTING_FILE)
         assert actual.choices.shape == (2, 8, 40, 2)
         real = (actual.choices >= 0).all(3).sum(2)

@@ -27,7 +27,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train import evaluate as evaluate_module
 from hpctrain.train.reference_scores import copy_references, with_reference
-from hpctrain.train.replay import engine_of
+from hpctrain.train.replay import open_replay
 from hpctrain.train.run import resume, run_deck
 from tests.data.chats import write_rows
 from tests.data.preparing import prepare, prepare_rows
@@ -176,7 +176,7 @@ def test_a_replay_leaves_nothing(world: World, mpi_tmp_path: Path, monkeypatch: 
     elsewhere = mpi_tmp_path / "elsewhere"
     by_rank_0(world, elsewhere.mkdir)
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    with engine_of(world, small_deck(*keys, f"run.dir={mpi_tmp_path}/run"), None):
+    with open_replay(world, small_deck(*keys, f"run.dir={mpi_tmp_path}/run"), None):
         (folder,) = elsewhere.iterdir()
         assert [path.name for path in folder.iterdir()] == ["reference.train.npy"]
         world.everyone.barrier()  # rank 0 removes the folder

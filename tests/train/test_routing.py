@@ -64,11 +64,11 @@ def deck_file(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(world: World, mpi_tmp_path: Path, deck_file: Path) -> Train:
-    """`train(name, *keys, replayed=None)`: a run of three steps, and its folder."""
+    """`train(name, *keys, routing_path=None)`: a run of three steps, and its folder."""
 
-    def run(name: str, *keys: str, replayed: Path | None = None) -> Path:
+    def run(name: str, *keys: str, routing_path: Path | None = None) -> Path:
         folder = mpi_tmp_path / name
-        assert run_deck(world, deck_file, [*KEYS, *keys, f"run.dir={folder}"], replayed=replayed) == 0
+        assert run_deck(world, deck_file, [*KEYS, *keys, f"run.dir={folder}"], routing_path=routing_path) == 0
         world.everyone.barrier()
         return folder
 
@@ -87,7 +87,7 @@ def alone(world: World, deck_file: Path) -> Path:
         choices = ((found.choices[:, :3] + 1) % 4).astype(np.int32)
         RoutingFile(4, found.blocks, np.array(GIVEN), choices).write(folder / "others.h5")
         keys = [*KEYS, *MORE, f"run.dir={folder}/followed"]
-        assert run_deck(world.single_rank_world(), deck_file, keys, replayed=folder / "others.h5") == 0
+        assert run_deck(world.single_rank_world(), deck_file, keys, routing_path=folder / "others.h5") == 0
     world.everyone.barrier()
     return folder
 
@@ -126,7 +126,7 @@ def test_every_layout_writes_the_same_file_and_follows_it(alone: Path, train: Tr
     written = (folder / ROUTING_FILE).read_bytes()
     assert written == (alone / "free" / ROUTING_FILE).read_bytes()
     assert not list(folder.glob(".routing*"))
-    followed = train("followed", *LAYOUTS[layout], *MORE, replayed=alone / "others.h5")
+    followed = train("followed", *LAYOUTS[layout], *MORE, routing_path=alone / "others.h5")
     free, made = RoutingFile.read(folder / ROUTING_FILE), RoutingFile.read(followed / ROUTING_FILE)
     assert made.samples.tolist() == list(range(SAMPLES + 5))
     assert np.array_equal(made.choices[:, GIVEN], (free.choices[:, :3] + 1) % 4)
@@ -161,7 +161,7 @@ def test_a_resumed_run_follows_a_file(world: World, train: Train, mpi_tmp_path: 
     if world.rank == 0:
         replace(found, choices=((found.choices + 1) % 4).astype(np.int32)).write(given)
     world.everyone.barrier()
-    assert resume(world, first, ["run.steps=3"], replayed=given) == 0
+    assert resume(world, first, ["run.steps=3"], routing_path=given) == 0
     world.everyone.barrier()
     made = RoutingFile.read(first / ROUTING_FILE)
     assert np.array_equal(made.choices[:, :4], found.choices[:, :4])
@@ -178,14 +178,14 @@ def test_a_file_that_does_not_fit_is_refused(world: World, train: Train, mpi_tmp
         "batch.sequence=16": "batch.sequence = 32, but 16 in this run",
     }.items():
         with pytest.raises(HpctrainError, match=sentence) as raised:
-            train("other", key, replayed=given)
+            train("other", key, routing_path=given)
         assert raised.value.exit_code == 2
         assert not (mpi_tmp_path / "other").exists()
     dense = ("model.experts=none",)
     with pytest.raises(HpctrainError, match="requires a model with experts"):
-        train("other", *dense, replayed=given)
+        train("other", *dense, routing_path=given)
     with pytest.raises(InputOutputError, match=r"absent.h5: cannot be read: No such file"):
-        train("other", replayed=mpi_tmp_path / "absent.h5")
+        train("other", routing_path=mpi_tmp_path / "absent.h5")
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -207,7 +207,7 @@ def test_the_file_that_a_run_follows_is_not_deleted_by_it(
     folder, deck = train("run", "run.steps=1"), deck_file
     keys = [*KEYS, f"run.dir={folder}"]
     with pytest.raises(HpctrainError, match=r"routing.h5, which this run reads"):
-        run_deck(world, deck, keys, fresh=True, replayed=folder / ROUTING_FILE)
+        run_deck(world, deck, keys, fresh=True, routing_path=folder / ROUTING_FILE)
     assert (folder / ROUTING_FILE).exists()
     assert run_deck(world, deck, [*keys, "model.experts.record_routing=0"], fresh=True) == 0
     assert not (folder / ROUTING_FILE).exists()

@@ -1,6 +1,7 @@
 """Whole runs: their folder, their figures, and going on from a checkpoint.
 
-Tests of train/run.py, train/checkpoints.py, train/watchers.py and watch/reporter.py.
+Tests of train/run.py, train/run_construction.py, train/training_loop.py, train/checkpoints.py,
+train/watchers.py and watch/reporter.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from hpctrain.plan.memory_plan import rollback_copy_bytes
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.compared_run import load_run
 from hpctrain.train.replay import replay
-from hpctrain.train.run import open_run, resume
+from hpctrain.train.run import resume
+from hpctrain.train.run_construction import open_run
 from tests.train.poisoned import BACK, BATCH, SKIP, Jump, Poison, make_deck, train
 from tests.train.test_run import contents
 

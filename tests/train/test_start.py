@@ -230,7 +230,7 @@ def test_a_mixture_goes_on_as_a_mixture_however_it_is_asked(world: World, mpi_tm
     assert run_deck(world, path, [*mixture, "run.steps=1", "learning_rate.decay_steps=2"]) == 0
     refused = "was trained with 4, and another value changes"
     with pytest.raises(HpctrainError, match=rf"deck.toml: model.experts.count \(default\): .* {refused}"):
-        run_deck(world, path, [], again=True)
+        run_deck(world, path, [], resumes=True)
     with pytest.raises(HpctrainError, match=rf"model.experts.count.*: .* {refused}"):
         resume(world, run, ["model.experts=none", "run.steps=2"])
     # What the stored deck says of biases has no effect any more, and cannot be left out.
@@ -259,7 +259,7 @@ def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tm
     with pytest.raises(
         HpctrainError, match=r"optimizer.name = .adamw. .*the state of .lion. \(optimizer.restart"
     ):
-        run_deck(world, path, [f"run.dir={run}", "run.steps=6"], again=True)
+        run_deck(world, path, [f"run.dir={run}", "run.steps=6"], resumes=True)
     assert resume(world, run, ["run.steps=6", 'model.frozen=["blocks.0.*"]']) == 0
     with h5py.File(run / "checkpoints/step-00000006.h5") as file:
         state = json.loads(file["state"][()])

@@ -27,7 +27,7 @@ from hpctrain.watch import dashboards as module
 from hpctrain.watch.csv_file import CsvFile
 from hpctrain.watch.dashboards import require_packages
 from hpctrain.watch.event_file import EventFile
-from hpctrain.watch.folder import delete_run, take_folder
+from hpctrain.watch.folder import delete_run, lock_run_folder
 from hpctrain.watch.scalars import numbers, scalars
 from hpctrain.watch.service import Service, ServiceError
 from tests.train.poisoned import BACK, Poison, make_deck, train
@@ -401,7 +401,7 @@ def test_steps_that_a_run_makes_anew_replace_the_earlier_ones(
 
 def test_fresh_deletes_what_they_wrote_and_leaves_what_wandb_did(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    take_folder(folder).close()
+    lock_run_folder(folder).close()
     (folder / "tensorboard").mkdir()
     for name in (
         "metrics.csv",
@@ -412,7 +412,7 @@ def test_fresh_deletes_what_they_wrote_and_leaves_what_wandb_did(tmp_path: Path)
         (folder / name).touch()
     delete_run(folder)
     assert not folder.exists()
-    take_folder(folder).close()
+    lock_run_folder(folder).close()
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard" / "mine").touch()
     (folder / "wandb").mkdir()

@@ -28,10 +28,10 @@ from hpctrain.watch.folder import (
     explain_no_checkpoint,
     is_free,
     lock_folder,
+    lock_run_folder,
     refuse_other_folder,
     refuse_other_run,
     resume_command,
-    take_folder,
 )
 from hpctrain.watch.run_files import LOCK, MARKER, mark
 from tests.train.test_run import DECK
@@ -120,9 +120,9 @@ def test_a_folder_that_is_no_runs_is_left_as_it_is(tmp_path: Path) -> None:
         ):
             clear_folder(deck_of(tmp_path), fresh, again)
         assert files(tmp_path) == {"deck.toml", "thesis.tex"}
-    clear_folder(deck_of(tmp_path / "absent"), fresh=True, again=False)
+    clear_folder(deck_of(tmp_path / "absent"), fresh=True, resumes=False)
     (tmp_path / "deck.toml").unlink()
-    clear_folder(deck_of(tmp_path), fresh=False, again=True)
+    clear_folder(deck_of(tmp_path), fresh=False, resumes=True)
 
 
 def test_a_run_from_before_there_was_a_marker(tmp_path: Path) -> None:
@@ -135,12 +135,12 @@ def test_a_run_from_before_there_was_a_marker(tmp_path: Path) -> None:
         assert files(tmp_path) == there
     refuse_other_folder(deck_of(tmp_path), tmp_path / "checkpoints/step-00000010.h5")
     (tmp_path / "thesis.tex").unlink()
-    clear_folder(deck_of(tmp_path), fresh=True, again=False)
+    clear_folder(deck_of(tmp_path), fresh=True, resumes=False)
     assert files(tmp_path) == {LOCK}
 
     make(tmp_path, ("deck.toml", LOCK), marked=False)
     with pytest.raises(HpctrainError, match="may hold a run"):
-        clear_folder(deck_of(tmp_path), fresh=True, again=False)
+        clear_folder(deck_of(tmp_path), fresh=True, resumes=False)
 
 
 def test_places_where_no_run_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_places_where_no_run_is_deleted(tmp_path: Path, monkeypatch: pytest.Monk
 
     def refused(folder: Path | str, what: str) -> None:
         with pytest.raises(HpctrainError, match=f"is {what}.*, where no earlier run is deleted"):
-            clear_folder(deck_of(folder), fresh=True, again=False)
+            clear_folder(deck_of(folder), fresh=True, resumes=False)
         assert files(tmp_path) - {"above/lock", "above/run/lock", "link"} == there - {"link"}
 
     monkeypatch.chdir(run)
@@ -188,7 +188,7 @@ def test_what_the_run_is_to_read_is_not_deleted(tmp_path: Path, key: str) -> Non
     make(tmp_path, WRITTEN)
     (tmp_path / "checkpoints/latest").symlink_to("step-00000010.h5")
     with pytest.raises(HpctrainError, match="which this run reads"):
-        clear_folder(deck_of(tmp_path, f"{key}={tmp_path}/checkpoints/latest"), fresh=True, again=False)
+        clear_folder(deck_of(tmp_path, f"{key}={tmp_path}/checkpoints/latest"), fresh=True, resumes=False)
     assert files(tmp_path) == {*WRITTEN, "checkpoints/latest", LOCK, MARKER}
 
 
@@ -208,9 +208,9 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
     deck = deck_of(folder)
     make(folder, ("deck.toml", "metrics.jsonl"))
     with lock_folder(folder), pytest.raises(HpctrainError, match="another job writes to this run folder"):
-        clear_folder(deck, fresh=False, again=False)
+        clear_folder(deck, fresh=False, resumes=False)
     assert (folder / "metrics.jsonl").exists()
-    clear_folder(deck, fresh=False, again=False)
+    clear_folder(deck, fresh=False, resumes=False)
     assert not (folder / "metrics.jsonl").exists()
 
 
@@ -273,7 +273,7 @@ def test_the_lock_is_no_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         lock_folder(tmp_path)
     with pytest.raises(HpctrainError, match="holds lock, which a run would write, but"):
-        take_folder(tmp_path)
+        lock_run_folder(tmp_path)
     assert (tmp_path / "precious").read_text() == "years of work"
 
 
@@ -288,10 +288,10 @@ def test_a_pipe_by_a_name_of_the_run_is_refused(tmp_path: Path, name: str) -> No
     os.mkfifo(tmp_path / name)
     deck, there = deck_of(tmp_path), sorted(tmp_path.rglob("*"))
     for begin in (
-        lambda: clear_folder(deck, fresh=False, again=False),
-        lambda: clear_folder(deck, fresh=True, again=False),
+        lambda: clear_folder(deck, fresh=False, resumes=False),
+        lambda: clear_folder(deck, fresh=True, resumes=False),
         lambda: refuse_other_folder(deck, tmp_path / "checkpoints/step-00000010.h5"),
-        lambda: take_folder(tmp_path).close(),
+        lambda: lock_run_folder(tmp_path).close(),
     ):
         with pytest.raises(HpctrainError, match=f"holds {name}, which a run would write, but"):
             begin()
@@ -300,7 +300,7 @@ def test_a_pipe_by_a_name_of_the_run_is_refused(tmp_path: Path, name: str) -> No
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("../elsewhere")
     with pytest.raises(HpctrainError, match=f"holds {name}, which a run would write, but"):
-        take_folder(tmp_path)
+        lock_run_folder(tmp_path)
 
 
 def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     for place in ("file", "file/run"):
         deck = deck_of(tmp_path / place)
         with pytest.raises(HpctrainError, match=r"run\.dir=.*is a file, not a folder"):
-            clear_folder(deck, fresh=False, again=False)
+            clear_folder(deck, fresh=False, resumes=False)
         with pytest.raises(HpctrainError, match=r"run\.dir=.*is a file, not a folder"):
             refuse_other_folder(deck, tmp_path / "step-00000010.h5")
 
@@ -461,11 +461,11 @@ def test_no_command_is_named_that_is_refused(tmp_path: Path) -> None:
     for names, fresh in (((), False), (("step-00000002.h5",), True)):
         make(elsewhere, names, marked=False)
         with pytest.raises(HpctrainError, match="where no earlier run is deleted"):
-            clear_folder(deck_of(folder), fresh, again=False)
+            clear_folder(deck_of(folder), fresh, resumes=False)
         there = f"{folder} is a folder whose checkpoints is a symbolic link, where no run is deleted"
         line = f"hpctrain run {folder}/deck.toml{' --fresh' * fresh} --set run.dir=FOLDER"
         assert f"{there}: start in another one with `{line}`" in explain_no_checkpoint(folder)
-        assert clear_folder(deck_of(tmp_path / "another"), fresh, again=False) == ""
+        assert clear_folder(deck_of(tmp_path / "another"), fresh, resumes=False) == ""
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ENOLCK, errno.ESTALE, errno.EPERM])

@@ -61,7 +61,7 @@ PLACES = {
         (*RUN, "--set", "layout.zero=3"),
     ),
     "tokens": ("hpctrain.data.corpus:open_entries", "opening the training data", RUN),
-    "build": ("hpctrain.train.run:build_partition_within_memory", "building the model", RUN),
+    "build": ("hpctrain.train.run_construction:build_partition_within_memory", "building the model", RUN),
     "folder": ("hpctrain.train.startup:check_run_folder", "locking the run folder", RUN),
     "load": (
         "hpctrain.train.checkpoints:Checkpoints.restore",

@@ -30,7 +30,7 @@ from hpctrain.train.sweep.results import VariantResult, best_of, find_metric, re
 from hpctrain.train.sweep.slots import make_slots
 from hpctrain.train.sweep.sweep_deck import sweep_job, without_running
 from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
-from hpctrain.watch.folder import take_folder
+from hpctrain.watch.folder import lock_run_folder
 from tests.data.preparing import prepare
 from tests.launch import ROOT
 
@@ -221,7 +221,7 @@ def test_a_sweep_stops_in_good_order_and_goes_on(tokens: Path) -> None:
 def test_runs_that_a_killed_sweep_left_running_are_told(deck: Path) -> None:
     first, *others = make_sweep(deck, ["run.seed=1,2"], 1, None).variants
     said: list[str] = []
-    with take_folder(first.folder):
+    with lock_run_folder(first.folder):
         assert without_running([first, *others], said.append) == others
     assert [line.partition(" (")[0] for line in said] == [f"{first.name}: is still running"]
     assert f"process {os.getpid()} on " in said[0]
