@@ -46,8 +46,8 @@ def _cases() -> Iterator[tuple[Callable[[LayerFunctions], _Compute], list[Tensor
         if activation.kernel is not None:
             features = 21 * activation.input_projections
             yield partial(_activation, activation=activation), [4 * random(3, features)]
-    yield lambda by: partial(by.rms_norm, epsilon=1e-5), [random(3, 35), random(35)]
-    yield lambda by: partial(by.rms_norm, epsilon=1e-5, offset=1), [random(3, 35), random(35)]
+    yield lambda by: partial(by.rms_norm, epsilon=1e-5), [random(6, 35), random(35)]
+    yield lambda by: partial(by.rms_norm, epsilon=1e-5, offset=1), [random(6, 35), random(35)]
     yield lambda by: partial(by.head_norm, epsilon=1e-5, offset=1), [random(5, 2, 3, 8), random(8)]
     yield lambda by: partial(by.layer_norm, epsilon=1e-5), [random(3, 35), random(35), random(35)]
     yield lambda by: lambda x: _CrossEntropyTrial.apply(x, by), [3 * random(4, 1100)]

@@ -182,6 +182,23 @@ def test_rms_norm(compiled: CompiledFunctions) -> None:
         )
 
 
+@pytest.mark.parametrize("width", [5, 64, 600])
+def test_rows_have_the_same_bits_alone_and_in_groups(compiled: CompiledFunctions, width: int) -> None:
+    rows, weight = random(7, width).bfloat16().requires_grad_(), random(width, seed=2).bfloat16()
+    gradient = random(7, width, seed=3).bfloat16()
+    together = compiled.rms_norm(rows, weight, 1e-3)
+    alone = torch.stack([compiled.rms_norm(row, weight, 1e-3) for row in rows])
+    assert torch.equal(together, alone)
+    assert torch.equal(
+        torch.autograd.grad(together, rows, gradient)[0], torch.autograd.grad(alone, rows, gradient)[0]
+    )
+
+
+def test_subnormal_results_are_rounded_to_bf16_as_others(gelu: Callable[[Tensor], Tensor]) -> None:
+    x = torch.arange(1, 400, dtype=torch.int16).view(torch.bfloat16)
+    assert torch.equal(gelu(x), (x.double() / 2).bfloat16())
+
+
 def test_layer_norm(compiled: CompiledFunctions) -> None:
     def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         middle = x - x.mean(-1, keepdim=True)
