@@ -42,7 +42,7 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str, 
     from hpctrain.checkpoint.exchange.peft import export_adapters
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.watch.newest import find_checkpoint
+    from hpctrain.watch.checkpoint_target import find_checkpoint
 
     try:
         max_bytes = parse_bytes(max_shard_size)

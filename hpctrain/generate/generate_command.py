@@ -14,7 +14,7 @@ from hpctrain.generate.model_loading import load_model, make_chat_tokenizer
 from hpctrain.generate.prompts import Prompt, PromptOptions
 from hpctrain.generate.sampling import Sampling
 from hpctrain.generate.text_model import TextModel
-from hpctrain.watch.newest import find_checkpoint
+from hpctrain.watch.checkpoint_target import find_checkpoint
 
 _PROMPTS_PER_REPLICA = 64
 """Number of prompts of each replica whose texts are generated before they are output."""

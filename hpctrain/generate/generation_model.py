@@ -40,7 +40,7 @@ from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.text import kind_of, nearest, text_problem
 from hpctrain.units import format_bytes
-from hpctrain.watch.newest import find_checkpoint
+from hpctrain.watch.checkpoint_target import find_checkpoint
 
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Tensor | NDArray[np.integer[Any]]
 """Token ids [s] or [b, s]."""

@@ -34,8 +34,8 @@ from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import COMMON, MODEL, owned_state
 from hpctrain.train.inference_engine import load_inference_engine
 from hpctrain.train.reference_scores import require_same_reference
-from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step, TrainState
+from hpctrain.train.token_scores import log_probabilities_of
 
 REFERENCE_FILE = "reference.h5"
 

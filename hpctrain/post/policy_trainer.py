@@ -50,9 +50,9 @@ from hpctrain.post.writer import AnswerWriter
 from hpctrain.train import trainer as training
 from hpctrain.train.memory_ledger import OtherMemory
 from hpctrain.train.reference_scores import KNOWN
-from hpctrain.train.scored import log_probabilities_of, values_of
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.token_scores import log_probabilities_of, values_of
 from hpctrain.train.trainer import Trainer, TrainerParts, step_of
 
 

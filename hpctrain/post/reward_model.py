@@ -18,9 +18,9 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.rollout import Answer, AnswerRows
 from hpctrain.train.evaluate import known_tokenizer
 from hpctrain.train.inference_engine import load_inference_engine
-from hpctrain.train.scored import values_of
 from hpctrain.train.step import Step
-from hpctrain.watch.newest import find_checkpoint
+from hpctrain.train.token_scores import values_of
+from hpctrain.watch.checkpoint_target import find_checkpoint
 
 
 @dataclass

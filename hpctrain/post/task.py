@@ -37,9 +37,9 @@ from hpctrain.report.terminal import columns
 from hpctrain.text import counted, escaped, fitted
 from hpctrain.train.evaluate import known_tokenizer
 from hpctrain.train.inference_engine import load_inference_engine
-from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
-from hpctrain.watch.newest import find_checkpoint
+from hpctrain.train.token_scores import log_probabilities_of
+from hpctrain.watch.checkpoint_target import find_checkpoint
 
 MAX_ANSWER_TOKENS = 64
 """Largest number of tokens of a written answer, unless a right answer is longer."""

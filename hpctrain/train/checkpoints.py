@@ -38,7 +38,7 @@ from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import MODEL, OPTIMIZER
-from hpctrain.train.best import RECORD, BestSoFar
+from hpctrain.train.best_evaluation import RECORD, BestSoFar
 from hpctrain.train.frozen_change import frozen_change
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.resume_check import replaced_optimizer_state

@@ -25,7 +25,7 @@ from hpctrain.engine.built_engine import Engine
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.reduced_gradients import ReducedGradients
-from hpctrain.train.repeated import Repetition
+from hpctrain.train.repeated_micro_batch import Repetition
 from hpctrain.train.resting_state import RestingState, WatchedMemory, tensors_changed_in_steps
 from hpctrain.train.step import StepGuard, TrainState
 

@@ -36,7 +36,7 @@ from hpctrain.train.inference_engine import initial_engine, load_inference_engin
 from hpctrain.train.reference_scores import with_reference_of
 from hpctrain.train.step import Step
 from hpctrain.units import format_count
-from hpctrain.watch.newest import find_checkpoint
+from hpctrain.watch.checkpoint_target import find_checkpoint
 
 MICRO_BATCHES = 64
 """Number of micro-batches of a rank that are read together."""

@@ -28,7 +28,7 @@ from hpctrain.plan.plan_text import comparison_table
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook
-from hpctrain.train.seconds import StepSeconds
+from hpctrain.train.step_seconds import StepSeconds
 
 if TYPE_CHECKING:
     from hpctrain.train.trainer import Trainer

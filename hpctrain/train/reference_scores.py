@@ -31,8 +31,8 @@ from hpctrain.data.stored import StoredArray
 from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.files import flush_to_disk, open_regular
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.step import Step
+from hpctrain.train.token_scores import log_probabilities_of
 
 KNOWN = "reference"
 """Key of a checkpoint's state for the checksum of its run's reference."""

@@ -30,8 +30,8 @@ from hpctrain.train.start import require_training_state
 from hpctrain.train.startup import prepare_ranks, read_deck_on_all_ranks
 from hpctrain.train.stored_choices import with_stored_choices
 from hpctrain.train.trainer import MakeTrainer, make_trainer
+from hpctrain.watch.checkpoint_target import find_checkpoint
 from hpctrain.watch.folder import clear_folder, clear_other_folder, must_replace_run, refuse_other_folder
-from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.statuses import is_done
 
 

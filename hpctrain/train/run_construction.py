@@ -26,12 +26,12 @@ from hpctrain.train.gpu_memory import warn_of_missing_memory
 from hpctrain.train.layout_verification import verify_layout
 from hpctrain.train.reference_scores import add_reference
 from hpctrain.train.routing import RoutingRecorder, read_routing_file
-from hpctrain.train.seconds import plan_seconds
 from hpctrain.train.server.server_checkpoints import ServedCheckpoints
 from hpctrain.train.server.server_trainer import ServedTrainer
 from hpctrain.train.start import source_notes, start_from_source
 from hpctrain.train.startup import RunFolder
 from hpctrain.train.step import TrainState
+from hpctrain.train.step_seconds import plan_seconds
 from hpctrain.train.time_limit import TimeLimit
 from hpctrain.train.trainer import MakeTrainer, TrainerParts, make_trainer
 from hpctrain.train.training_loop import Run

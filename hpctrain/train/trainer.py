@@ -70,7 +70,7 @@ class Trainer:
         self.hooks: list[Hook] = [self.activations]
         if deck.stability.corruption != "off":
             from hpctrain.train.corruption import Guard
-            from hpctrain.train.repeated import Repetition
+            from hpctrain.train.repeated_micro_batch import Repetition
 
             full = deck.stability.corruption == "full"
             again = Repetition(engine, self.step, self.state, self.next_batch) if full else None

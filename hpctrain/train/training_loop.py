@@ -26,15 +26,15 @@ from hpctrain.train.mirror_hook import start_mirrors
 from hpctrain.train.reference_scores import copy_references
 from hpctrain.train.rollback import Rollback
 from hpctrain.train.routing import RoutingRecorder
-from hpctrain.train.seconds import PredictedSeconds, StepSeconds
+from hpctrain.train.run_hooks import EightBitWatch, Evaluation, SlowRanks, StepReport, TraceRecorder
 from hpctrain.train.signals import Signals
 from hpctrain.train.skipped_steps import reason_to_stop
 from hpctrain.train.spike_response import SpikeResponse
 from hpctrain.train.startup import RunFolder
+from hpctrain.train.step_seconds import PredictedSeconds, StepSeconds
 from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, TraceRecorder
 from hpctrain.watch.peak_flops import PeakFlops
 from hpctrain.watch.reporter import Reporter
 

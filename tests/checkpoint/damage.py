@@ -154,7 +154,7 @@ def main(folder: Path, first: int, last: int) -> None:
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
     from hpctrain.parallel.shards import Shard
-    from hpctrain.watch.newest import find_checkpoint
+    from hpctrain.watch.checkpoint_target import find_checkpoint
 
     world = World.start("cpu")
     good = folder / "good.h5"

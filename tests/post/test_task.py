@@ -1,6 +1,6 @@
 """Tasks that a model is tried on: chances are those of its logits on any layout, what is written is its text.
 
-Tests of post/task.py, post/task_rows.py and train/scored.py.
+Tests of post/task.py, post/task_rows.py and train/token_scores.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Ranks killed around evaluations and saves: `best` is always whole, and the best of those evaluated.
 
-Tests of train/best.py and of the link `best` in train/checkpoints.py, with real jobs and real SIGKILLs.
+Tests of train/best_evaluation.py and of the link `best` in train/checkpoints.py, with real jobs that
+SIGKILL ends.
 """
 
 from __future__ import annotations

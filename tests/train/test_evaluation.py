@@ -1,6 +1,7 @@
 """Evaluation on any layout against plain torch, and what follows from it: `best`, patience, after kills too.
 
-Tests of train/best.py, data/held_out.py, watch/evaluation_text.py and `best` in train/checkpoints.py.
+Tests of train/best_evaluation.py, data/held_out.py, watch/evaluation_text.py, and `best` in
+train/checkpoints.py.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.model.part import logits_of
 from hpctrain.report.metric_rows import read_metrics
-from hpctrain.train import checkpoints, watchers
-from hpctrain.train.best import BestSoFar
+from hpctrain.train import checkpoints, run_hooks
+from hpctrain.train.best_evaluation import BestSoFar
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.statuses import read_status, statuses_text
 from tests.data.preparing import prepare
@@ -117,15 +118,15 @@ def write_deck(world: World, folder: Path) -> Path:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     """Have evaluations of a run find these losses by step, whatever the model."""
-    after_step = watchers.Evaluation.after_step
+    after_step = run_hooks.Evaluation.after_step
 
-    def instead(self: watchers.Evaluation, done: Any) -> None:
+    def instead(self: run_hooks.Evaluation, done: Any) -> None:
         loss = losses[done.state.step]
         self.sets = [HeldOut("validation", self.sets[0].batches, 1)]
         self.trainer.evaluate = lambda *_: {"loss": loss}  # type: ignore[method-assign]
         after_step(self, done)
 
-    monkeypatch.setattr(watchers.Evaluation, "after_step", instead)
+    monkeypatch.setattr(run_hooks.Evaluation, "after_step", instead)
 
 
 def best_of(folder: Path) -> str:

@@ -14,7 +14,7 @@ from hpctrain.report.marks import StepMark
 from hpctrain.train.run import resume, run_deck
 from hpctrain.watch.run_report import read_runs, write_report
 from tests.train.test_run import deck_file
-from tests.train.test_seconds import QUICK, rates
+from tests.train.test_step_seconds import QUICK, rates
 
 __all__ = ["deck_file"]
 

@@ -2,7 +2,7 @@
 beside those of plain torch in double precision.
 
 Tests, through the run's own step, of objective/reward.py, post/critic_loss.py, objective/scores.py and
-parallel/scalar_head.py; of scores of all sequences in train/scored.py.
+parallel/scalar_head.py; of scores of all sequences in train/token_scores.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.objective.objective import Objective
 from hpctrain.post.critic_loss import ClippedValue
 from hpctrain.train.layout_verification import NOISE_STD, _pieces
-from hpctrain.train.scored import values_of
+from hpctrain.train.token_scores import values_of
 from hpctrain.train.trainer import Trainer
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import Gradients

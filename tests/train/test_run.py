@@ -1,7 +1,7 @@
 """Whole runs: their folder, their figures, and going on from a checkpoint.
 
 Tests of train/run.py, train/run_construction.py, train/training_loop.py, train/checkpoints.py,
-train/watchers.py and watch/reporter.py.
+train/run_hooks.py and watch/reporter.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from hpctrain.watch.newest import find_checkpoint
+from hpctrain.watch.checkpoint_target import find_checkpoint
 from tests.data.preparing import prepare
 
 DECK = """

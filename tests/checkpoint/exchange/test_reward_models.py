@@ -29,8 +29,8 @@ from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.layout_verification import NOISE_STD
-from hpctrain.train.scored import values_of
 from hpctrain.train.start import start_from_source
+from hpctrain.train.token_scores import values_of
 from hpctrain.train.trainer import Trainer
 from tests.engines import DECK, LLAMA, small_deck
 

@@ -19,7 +19,7 @@ from hpctrain.parallel.fp8.quantization_loss import (
 from hpctrain.parallel.fp8.quantize import Scaling
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.step_statistics import StepStatistics
-from hpctrain.train.watchers import EightBitWatch
+from hpctrain.train.run_hooks import EightBitWatch
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.parallel.fp8.given import normal
 

@@ -17,7 +17,7 @@ from hpctrain.model.mixtures.expert_load import ExpertLoad
 from hpctrain.parallel.fp8.quantization_loss import loss_metrics
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
-from hpctrain.train.best import BestSoFar
+from hpctrain.train.best_evaluation import BestSoFar
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone

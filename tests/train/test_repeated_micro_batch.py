@@ -1,6 +1,6 @@
 """Micro-batches that neighbours compute, too: the same bits, unless something went wrong.
 
-Tests of train/repeated.py.
+Tests of train/repeated_micro_batch.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.train.repeated import Repetition
+from hpctrain.train.repeated_micro_batch import Repetition
 from hpctrain.train.trainer import Trainer
 from tests.engines import small_deck, trainer
 from tests.train.flips import flip

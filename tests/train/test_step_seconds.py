@@ -1,6 +1,6 @@
 """Seconds of a run's steps: planned before, measured after by cause, and nothing of the run changed by that.
 
-Tests of train/seconds.py, and of what train/run.py and train/memory_ledger.py make of it.
+Tests of train/step_seconds.py, and of what train/run.py and train/memory_ledger.py make of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.plan.time.measured_step import TOGETHER
 from hpctrain.plan.time.step_plan import plan_step
 from hpctrain.report.metric_rows import read_metrics
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.seconds import MAX_RECORDS
+from hpctrain.train.step_seconds import MAX_RECORDS
 from tests.plan.time.test_machine_rates import FILE
 from tests.train.test_run import contents, deck_file
 
