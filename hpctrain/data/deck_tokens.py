@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.data.token_files import Tokens, open_tokens, paths_of, raise_together, require_one_tokenizer
+from hpctrain.data.token_files import Tokens, open_tokens, paths_of, require_one_tokenizer
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_title
 from hpctrain.deck.sources import toml_value
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, raise_together
 from hpctrain.files import file_identity
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.data.packed import COMPRESSED, TABLE, DamagedError, open_packed, plain_name
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, raise_together
 from hpctrain.files import parse_json
 from hpctrain.text import counted
 
@@ -213,7 +213,7 @@ def find_sources(
             problems.append(InputOutputError(f"{path}: no such file or folder"))
         except OSError as error:
             problems.append(InputOutputError(f"{error.filename}: cannot be read ({error.strerror})"))
-    raise_all(problems)
+    raise_together(problems)
     unmatched = [pattern for pattern in globs if pattern not in matched]
     left_out = {file: reason for real, (file, reason) in left.items() if real not in sources}
     names = {os.path.realpath(path): path for path in reversed(paths)}
@@ -222,14 +222,6 @@ def find_sources(
         unmatched if any(Path(path).is_dir() for path in paths) else [],
         [names[real] for real, times in named.items() if times > 1],
     )
-
-
-def raise_all(problems: Sequence[HpctrainError]) -> None:
-    """Raise all problems as one error: an InputOutputError if any is one. Do nothing without problems."""
-    if problems:
-        is_grave = any(isinstance(problem, InputOutputError) for problem in problems)
-        texts = [text for problem in problems for text in problem.problems]
-        raise (InputOutputError if is_grave else HpctrainError)(texts)
 
 
 def printable(text: str) -> str:

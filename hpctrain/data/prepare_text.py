@@ -25,7 +25,6 @@ from hpctrain.data.input_files import (
     TextSource,
     find_sources,
     printable,
-    raise_all,
 )
 from hpctrain.data.prepare_options import Prepared, Say, TextOptions
 from hpctrain.data.shard_files import ShardFiles, slices_of
@@ -44,7 +43,7 @@ from hpctrain.data.token_writer import Report, TokenWriter
 from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
-from hpctrain.errors import HpctrainError, failing_as
+from hpctrain.errors import HpctrainError, failing_as, raise_together
 from hpctrain.files import JSON_BYTES, check_output, flush_to_disk, read_text, write_text
 from hpctrain.text import counted
 
@@ -241,7 +240,7 @@ def keep_text_sources(
             refused.append(HpctrainError(f"{printable(source.path)}: {sentence}"))
         else:
             left.files[source.path] = faults[source.path]
-    raise_all(refused)
+    raise_together(refused)
     return [source for source in sources if source.path not in faults]
 
 
@@ -361,10 +360,10 @@ def collect_errors() -> Iterator[Complaint]:
     def complain(problem: HpctrainError) -> None:
         problems.append(problem)
         if len(problems) >= PROBLEMS:
-            raise_all(problems)
+            raise_together(problems)
 
     yield complain
-    raise_all(problems)
+    raise_together(problems)
 
 
 def reporting_progress(pieces: Sequence[TextPiece], activity: str, report: Report) -> Iterator[TextPiece]:

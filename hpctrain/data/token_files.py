@@ -25,7 +25,7 @@ from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.sources import toml_value
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, raise_together
 from hpctrain.files import file_identity
 
 if TYPE_CHECKING:
@@ -221,11 +221,3 @@ def paths_of(tokens: Tokens) -> list[Path]:
 def title_of(names: Sequence[str]) -> str:
     """Return the first name, with the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def raise_together(problems: Sequence[HpctrainError]) -> None:
-    """Raise all problems as one error: an InputOutputError only if all are, so that its exit code fits."""
-    if problems:
-        missing = all(isinstance(problem, InputOutputError) for problem in problems)
-        texts = [text for problem in problems for text in problem.problems]
-        raise (InputOutputError if missing else HpctrainError)(texts)

@@ -67,6 +67,8 @@ def test_what_names_no_files(folder: Path) -> None:
         HpctrainError, match=r"^data.tokens: ./a.h5 is given twice \(also as a.h5\); give each file once"
     ):
         token_paths(["a.h5", "./a.h5"], "data.tokens")
+    with pytest.raises(InputOutputError, match=r"no file matches this pattern\n.* is given twice"):
+        token_paths(["no*", "a.h5", "a.h5"], "data.tokens")
     with pytest.raises(InputOutputError) as caught:
         open_tokens(["a.h5", "x.h5", "y.h5"], "data.tokens")
     assert [problem.split(" (")[0] for problem in caught.value.problems] == [
