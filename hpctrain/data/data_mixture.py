@@ -186,7 +186,7 @@ class SplitDatasets:
             entries, tuple(tokens), of_train, of_validation, counts, length, notes, pack, left_out
         )
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """Return the description for checkpoints. It has the shares, since they determine the order."""
         # Without packing, or if some are left out, the sequences of the same conversations differ.
         form = "" if self.pack or not any(each.kind == CHAT for each in self.tokens) else " apart"

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from hpctrain.data.items import Fields, FieldSpec, Forms, batch_tensors, stack
+from hpctrain.data.items import Fields, FieldSpec, FieldSpecs, batch_tensors, stack
 from hpctrain.data.items import item_tensors as tensors_of
 from hpctrain.data.seeded import restored_generators, seed_by
 from hpctrain.deck.code import NamedCode
@@ -69,12 +69,12 @@ class DatasetSpec:
 class UserDataset:
     """Dataset of a user's function, and batches of its items. Errors of either are HpctrainErrors."""
 
-    def __init__(self, name: DatasetSpec) -> None:
-        self.name, self.title = name, name.title
-        arguments = json.loads(name.arguments)
+    def __init__(self, spec: DatasetSpec) -> None:
+        self.spec, self.title = spec, spec.title
+        arguments = json.loads(spec.arguments)
         with restored_generators():
-            seed_by(name.seed)
-            dataset = call_function(import_function(name.code), arguments, self.title, "data.arguments")
+            seed_by(spec.seed)
+            dataset = call_function(import_function(spec.code), arguments, self.title, "data.arguments")
         for method, what in (("__len__", "len()"), ("__getitem__", "indexing")):
             if not hasattr(type(dataset), method):
                 kind = article(type(dataset).__name__)
@@ -84,20 +84,20 @@ class UserDataset:
             self.count = len(dataset)
         if self.count < 1:
             raise HpctrainError(f"{self.title} returns an empty dataset")
-        self._collate = None if name.collate is None else import_function(name.collate)
+        self._collate = None if spec.collate is None else import_function(spec.collate)
 
     @cached_property
-    def first(self) -> Forms:
+    def first_item_specs(self) -> FieldSpecs:
         """Types and shapes of the fields of the first item, which all items have if they are stacked."""
         with restored_generators():
             item = tensors_of(self._item(0, 0), f"{self.title}: item 0")
         return {name: FieldSpec.of(value) for name, value in item.items()}
 
     @cached_property
-    def forms(self) -> Forms:
+    def field_specs(self) -> FieldSpecs:
         """Types and shapes of the fields of one row of a batch, from a batch of the first item."""
         if self._collate is None:
-            return self.first
+            return self.first_item_specs
         batch = self.batch([0], [0])
         return {name: FieldSpec.of(field[0]) for name, field in batch.items()}
 
@@ -111,15 +111,15 @@ class UserDataset:
         with restored_generators():
             items = [self._item(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
             if self._collate is None:
-                return stack(items, indices, self.first, self.title)
-            seed_by(self.name.seed, 1, epochs[0], indices[0])
-            assert self.name.collate is not None
-            short = self.name.collate.title
+                return stack(items, indices, self.first_item_specs, self.title)
+            seed_by(self.spec.seed, 1, epochs[0], indices[0])
+            assert self.spec.collate is not None
+            short = self.spec.collate.title
             with run_user_code(f"data.collate: {short} fails with items {_listed(indices)}"):
                 batch = self._collate(items)
             return batch_tensors(batch, len(items), short)
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """Return the description that checkpoints store.
 
         It contains the length, a checksum of some items, and what made the dataset. Random numbers from the
@@ -134,22 +134,22 @@ class UserDataset:
                     item = self._items[index]
                 total = _checksum(item, total)
         return {
-            "dataset": self.name.code.target,
-            "arguments": json.loads(self.name.arguments),
+            "dataset": self.spec.code.target,
+            "arguments": json.loads(self.spec.arguments),
             "samples": self.count,
             "fingerprint": total,
         }
 
     def _item(self, index: int, epoch: int) -> Any:
-        seed_by(self.name.seed, 0, epoch, index)
+        seed_by(self.spec.seed, 0, epoch, index)
         with run_user_code(f"{self.title}: item {index} fails"):
             return self._items[index]
 
 
 @lru_cache(maxsize=2)
-def open_dataset(name: DatasetSpec) -> UserDataset:
+def open_dataset(spec: DatasetSpec) -> UserDataset:
     """Return a dataset, which is opened once per process, with the errors of UserDataset."""
-    return UserDataset(name)
+    return UserDataset(spec)
 
 
 def dataset_of(deck: Deck) -> UserDataset:
@@ -160,7 +160,7 @@ def dataset_of(deck: Deck) -> UserDataset:
     """
     try:
         opened = open_dataset(DatasetSpec.of(deck))
-        _ = opened.forms  # reads the first batch
+        _ = opened.field_specs  # reads the first batch
     except HpctrainError as error:
         first, *frames = error.problems
         raise HpctrainError([deck.problem("data.dataset", first), *frames]) from error

@@ -40,7 +40,7 @@ def serve(socket_number: int, parent: int) -> None:
     let_children_hear()
     torch.set_num_threads(1)
     lines, answers = sys.stdin.buffer, socket.socket(fileno=socket_number)
-    name = DatasetSpec.of_json(lines.readline())
+    spec = DatasetSpec.of_json(lines.readline())
     requests: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(lines, requests), daemon=True).start()
     dataset: UserDataset | None = None
@@ -51,7 +51,7 @@ def serve(socket_number: int, parent: int) -> None:
             fields: Fields = {}
             problems: tuple[str, ...] = ()
             try:
-                dataset = UserDataset(name) if dataset is None else dataset
+                dataset = UserDataset(spec) if dataset is None else dataset
                 fields = dataset.batch(indices, epochs)
             except HpctrainError as error:
                 problems = error.problems

@@ -33,7 +33,7 @@ class FieldSpec:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-Forms = Mapping[str, FieldSpec]
+FieldSpecs = Mapping[str, FieldSpec]
 """Type and shape of every field, by name."""
 
 
@@ -73,7 +73,7 @@ def as_tensor(value: Any, where: str) -> Tensor:
     raise UserCodeError(f"{where} of type {type(value).__name__}, expected an array of numbers")
 
 
-def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str) -> Fields:
+def stack(items: Sequence[Any], indices: Sequence[int], first: FieldSpecs, title: str) -> Fields:
     """Return a batch of items.
 
     Args:
@@ -93,10 +93,10 @@ def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str
                 f"{title}: item {index} has the keys {', '.join(sorted(row))}, but item 0 has "
                 f"{', '.join(sorted(first))}"
             )
-        for name, form in first.items():
-            if (actual := FieldSpec.of(row[name])) != form:
+        for name, expected in first.items():
+            if (actual := FieldSpec.of(row[name])) != expected:
                 raise UserCodeError(
-                    f"{title}: item {index} has {name} of {actual}, expected {form} as in item 0 (set "
+                    f"{title}: item {index} has {name} of {actual}, expected {expected} as in item 0 (set "
                     "data.collate to a function that batches unequal items)"
                 )
         rows.append(row)

@@ -46,8 +46,8 @@ class Ticket:
 class WorkerPool:
     """Pool of `count` processes, which are started by the first request."""
 
-    def __init__(self, name: DatasetSpec, count: int) -> None:
-        self.name, self.count = name, count
+    def __init__(self, spec: DatasetSpec, count: int) -> None:
+        self.spec, self.count = spec, count
         self._workers: list[_Worker] = []
         self._requests = 0
 
@@ -59,7 +59,7 @@ class WorkerPool:
             epochs: Epoch of each item.
         """
         while len(self._workers) < self.count:
-            self._workers.append(_Worker(self.name))
+            self._workers.append(_Worker(self.spec))
         ticket = Ticket(self._requests % self.count)
         self._requests += 1
         worker = self._workers[ticket.worker]
@@ -79,7 +79,7 @@ class WorkerPool:
             first, answer = worker.pending.popleft(), worker.receive()
             if answer is None:
                 raise WorkerLostError(
-                    f"{self.name.title}: a process that loads items ({ticket.worker + 1} of data.workers = "
+                    f"{self.spec.title}: a process that loads items ({ticket.worker + 1} of data.workers = "
                     f"{self.count}) {describe_exit(worker.process)}"
                 )
             if not first.dropped:
@@ -99,14 +99,14 @@ class WorkerPool:
 class _Worker:
     """Connection of the rank to one process; `pending` has the tickets without an answer, in order."""
 
-    def __init__(self, name: DatasetSpec) -> None:
+    def __init__(self, spec: DatasetSpec) -> None:
         self.pending: deque[Ticket] = deque()
         self.answers, child_end = socket.socketpair()
         with child_end:
             number = child_end.fileno()
             code = f"{_START}serve({number}, {os.getpid()})"
             self.process = start_child(code, number, new_session=True)
-        self.send(name.to_json())
+        self.send(spec.to_json())
 
     def send(self, line: str) -> None:
         """Send a line of JSON. If the process has ended, `receive` reports it."""

@@ -72,16 +72,18 @@ def _classification_objective(deck: Deck) -> Objective:
     Raises:
         HpctrainError: The dataset has no classes.
     """
-    forms = dataset_of(deck).forms
-    name = next((name for name in TARGET_FIELDS if name in forms), None)
-    remedy = "add one, or set model.loss"
+    fields = dataset_of(deck).field_specs
+    name = next((name for name in TARGET_FIELDS if name in fields), None)
+    names, remedy = ", ".join(fields), "add one, or set model.loss"
     if name is None:
-        sentence = f"has no entry {' or '.join(TARGET_FIELDS)} in its batches ({', '.join(forms)}) ({remedy})"
-        raise HpctrainError(deck.problem("data.dataset", sentence))
-    form = forms[name]
-    if form.dtype.is_floating_point or form.dtype.is_complex or len(form.shape) > 1:
         sentence = (
-            f"has {name} of {form}, expected whole numbers for each sample or token (or set model.loss)"
+            f"has no entry {' or '.join(TARGET_FIELDS)} in its batches ({names}) ({remedy})"
+        )
+        raise HpctrainError(deck.problem("data.dataset", sentence))
+    spec = fields[name]
+    if spec.dtype.is_floating_point or spec.dtype.is_complex or len(spec.shape) > 1:
+        sentence = (
+            f"has {name} of {spec}, expected whole numbers for each sample or token (or set model.loss)"
         )
         raise HpctrainError(deck.problem("data.dataset", sentence))
     return ModuleClassification(name, deck.stability.z_loss)

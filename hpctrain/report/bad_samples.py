@@ -63,7 +63,7 @@ class _Samples:
         if deck.data.dataset is None:
             self.trained = trained = SplitDatasets.of(deck, open_entries(deck))
             self.mixture = deck.data.mixture is not None
-            before, now = structure.state.get("corpus"), trained.described()
+            before, now = structure.state.get("corpus"), trained.description()
             if isinstance(before, Mapping) and any(before.get(name) != now[name] for name in now):
                 key = "data.mixture" if self.mixture else "data.tokens"
                 other = f"other tokens lie there now than {structure.path} was trained on"

@@ -209,6 +209,6 @@ def _title(deck: Deck) -> str:
 def _describe(corpus: Corpus) -> dict[str, Any]:
     """Return the entry of a checkpoint's state that identifies a corpus."""
     if corpus.dataset is not None:
-        return corpus.dataset.described()
+        return corpus.dataset.description()
     assert corpus.trained is not None
-    return corpus.trained.described()
+    return corpus.trained.description()

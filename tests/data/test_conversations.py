@@ -187,7 +187,7 @@ def test_what_is_left_out_is_counted_and_told(world: World, tmp_path: Path) -> N
     trained = {size: SplitDatasets.of(deck, open_entries(deck)) for size, deck in decks.items()}
     assert "4 left out, whose answers begin beyond batch.sequence = 24" in trained[24].notes[0]
     assert "left out" not in trained[64].notes[0]
-    assert trained[24].described() != trained[64].described()
+    assert trained[24].description() != trained[64].description()
     deck = deck_of("none", 24)
     (problem,) = token_problems(deck, open_entries(deck))
     assert problem.key == "batch.sequence"
@@ -254,14 +254,16 @@ def test_a_mixture_with_text(folder: Path) -> None:
         )
     assert trained.notes == (chat.summary(f"{folder}/chat.h5"),)
     assert EpochReader.sequences(deck) == sum(trained.counts)
-    assert SplitDatasets.of(deck.with_keys(data={"pack": False}), tokens).described() != trained.described()
+    assert (
+        SplitDatasets.of(deck.with_keys(data={"pack": False}), tokens).description() != trained.description()
+    )
 
 
 def test_description_of_unpacked_conversations_never_changes(folder: Path) -> None:
     """Checkpoints store it, so a resumed run would refuse its own data."""
     deck = small_deck(f'data.tokens="{folder}/chat.h5"', "data.pack=false")
     trained = SplitDatasets.of(deck, open_entries(deck))
-    assert trained.described()["fingerprint"] == zlib.crc32(b" apart", trained.tokens[0].fingerprint)
+    assert trained.description()["fingerprint"] == zlib.crc32(b" apart", trained.tokens[0].fingerprint)
 
 
 def test_pairs(folder: Path) -> None:
@@ -338,7 +340,7 @@ def test_files_that_are_not_trained_on(folder: Path) -> None:
     assert not problems("chat")
     deck = small_deck(f"data.tokens={folder}/chat.h5", "model.vocabulary=257", "batch.sequence=24")
     described = [
-        SplitDatasets.of(deck.with_keys(data={"pack": pack}), open_entries(deck)).described()
+        SplitDatasets.of(deck.with_keys(data={"pack": pack}), open_entries(deck)).description()
         for pack in (True, False)
     ]
     assert described[0] != described[1]

@@ -118,9 +118,9 @@ def test_what_is_said(trained: SplitDatasets) -> None:
 
 
 def test_other_files_or_weights_are_another_mixture(trained: SplitDatasets) -> None:
-    marks = [trained.described()["fingerprint"]]
+    marks = [trained.description()["fingerprint"]]
     for weights in (ENTRIES, ENTRIES.replace("weight=5", "weight=4"), ENTRIES.replace("c.h5", "d.h5")):
         Path("d.h5").write_bytes(Path("b.h5").read_bytes())
         deck = parse_deck(SMALL, [*KEYS, f"data.mixture=[{weights}]"])
-        marks.append(SplitDatasets.of(deck, open_entries(deck)).described()["fingerprint"])
+        marks.append(SplitDatasets.of(deck, open_entries(deck)).description()["fingerprint"])
     assert marks[0] == marks[1] and len(set(marks)) == 3

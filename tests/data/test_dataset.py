@@ -193,7 +193,7 @@ def test_what_is_no_dataset_is_told(made_by: str, told: str) -> None:
 )
 def test_what_is_no_batch_is_told(collate: str, told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
-        assert UserDataset(name_of(collate=collate)).forms
+        assert UserDataset(name_of(collate=collate)).field_specs
 
 
 @pytest.mark.sampled(1)
@@ -269,7 +269,7 @@ def test_a_process_ends_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_dataset_is_known_by_length_and_items() -> None:
-    known = UserDataset(name_of()).described()
+    known = UserDataset(name_of()).description()
     assert known["samples"] == 23 and known["dataset"].endswith("sets.py:Drawn") and known["arguments"] == {}
-    assert UserDataset(name_of(seed=9)).described() == known  # whatever the run's seed
-    assert UserDataset(name_of(count=22)).described()["fingerprint"] != known["fingerprint"]
+    assert UserDataset(name_of(seed=9)).description() == known  # whatever the run's seed
+    assert UserDataset(name_of(count=22)).description()["fingerprint"] != known["fingerprint"]

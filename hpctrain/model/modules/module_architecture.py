@@ -191,7 +191,7 @@ _cached_on_meta = lru_cache(maxsize=8)(partial(_build_on, META))
 def _field_specs(deck: Deck) -> tuple[tuple[str, FieldSpec], ...]:
     """Return shape and dtype of each field of a sample. HpctrainError if there is no such dataset."""
     if deck.data.dataset is not None:
-        return tuple(dataset_of(deck).forms.items())
+        return tuple(dataset_of(deck).field_specs.items())
     of_tokens = FieldSpec(torch.int64, (deck.batch.sequence,))
     return ("tokens", of_tokens), ("targets", of_tokens)
 
