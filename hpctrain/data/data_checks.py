@@ -9,7 +9,7 @@ from hpctrain.data.packing import Packing
 from hpctrain.data.token_files import Tokens, title_of
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import dataset_entries
+from hpctrain.deck.sections.mixture import dataset_entries, tokens_key
 from hpctrain.deck.sections.objective import POLICY_KINDS, PREFERENCE_KINDS
 from hpctrain.text import counted
 
@@ -85,16 +85,12 @@ def trained_count(file: Tokens, sequence: int, fraction: float, pack: bool) -> i
     return split_samples(sequence_count(file, sequence, pack), fraction)[0]
 
 
-def _key(deck: Deck) -> str:
-    return "data.tokens" if deck.data.mixture is None else "data.mixture"
-
-
 def _conversation_problems(deck: Deck, file: Tokens, title: str) -> Iterator[DeckProblem]:
     fraction, length = deck.data.validation, deck.batch.sequence
     if deck.model.module is not None:
         sentence = f"{title} holds conversations, which model.module does not support"
         yield DeckProblem(
-            _key(deck), f"{sentence}, since its attention does not separate them", ("model.module",)
+            tokens_key(deck), f"{sentence}, since its attention does not separate them", ("model.module",)
         )
         return
     packing = Packing.of(file, length, deck.data.pack)
@@ -107,7 +103,7 @@ def _conversation_problems(deck: Deck, file: Tokens, title: str) -> Iterator[Dec
         return
     has = f"{title} has {counted(packing.rows, 'sequence')} of conversations"
     more = ", one of them held out" if packing.rows else " with tokens to predict"
-    yield DeckProblem(_key(deck), f"{has}{more}, so none is left to train on", ("data.validation",))
+    yield DeckProblem(tokens_key(deck), f"{has}{more}, so none is left to train on", ("data.validation",))
 
 
 def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[DeckProblem]:
@@ -118,7 +114,7 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Deck
         resumed = "a resumed run keeps its vocabulary and requires a token file of its tokenizer"
         yield DeckProblem("model.vocabulary", f"{smaller}: give at least that, {would} ({resumed})")
     if problem := kind_problem(deck, file):
-        yield DeckProblem(_key(deck), f"{title} {problem}", ("objective.kind",))
+        yield DeckProblem(tokens_key(deck), f"{title} {problem}", ("objective.kind",))
         return
     if file.kind in {PREFERENCES, PROMPTS}:
         return

@@ -11,8 +11,7 @@ from zlib import crc32
 
 import torch
 
-from hpctrain.data.items import Fields, FieldSpec, FieldSpecs, batch_tensors, stack
-from hpctrain.data.items import item_tensors as tensors_of
+from hpctrain.data.items import Fields, FieldSpec, FieldSpecs, batch_tensors, item_tensors, stack
 from hpctrain.data.seeded import restored_generators, seed_by
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import call_function, import_function, run_user_code
@@ -90,7 +89,7 @@ class UserDataset:
     def first_item_specs(self) -> FieldSpecs:
         """Types and shapes of the fields of the first item, which all items have if they are stacked."""
         with restored_generators():
-            item = tensors_of(self._item(0, 0), f"{self.title}: item 0")
+            item = item_tensors(self._item(0, 0), f"{self.title}: item 0")
         return {name: FieldSpec.of(value) for name, value in item.items()}
 
     @cached_property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpctrain.data.token_files import Tokens, open_tokens, paths_of, require_one_tokenizer
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_title
+from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_key, tokens_title
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, raise_together
 from hpctrain.files import file_identity
@@ -35,7 +35,7 @@ def open_entries(deck: Deck) -> tuple[Tokens, ...]:
 
 def _line_of_tokens(deck: Deck) -> str:
     """Return `deck.toml:13: `, where the deck names its token files, or "" if no line of a file does."""
-    place = deck.sources.place("data.tokens" if deck.data.mixture is None else "data.mixture")
+    place = deck.sources.place(tokens_key(deck))
     return "" if place.line is None else f"{place.prefix}: "
 
 

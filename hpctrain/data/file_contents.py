@@ -55,7 +55,7 @@ class Contents:
     template_checksum: int = 0
 
     @property
-    def of_text(self) -> bool:
+    def is_text(self) -> bool:
         """True if the file is a corpus of text."""
         return self.kind == TEXT_KIND
 
@@ -69,14 +69,14 @@ class Contents:
         if self.kind not in KINDS:
             raise ValueError(f"kind = {self.kind!r}, expected one of {', '.join(KINDS)}")
         rows = documents // 2 if self.kind == PREFERENCES else documents
-        if not self.of_text and self.rows != rows:
+        if not self.is_text and self.rows != rows:
             raise ValueError(f"rows = {self.rows}, expected {rows} for {documents} documents")
         if not (0 <= self.learned <= tokens and self.others >= 0):
             raise ValueError(f"learned = {self.learned} or others = {self.others} is out of range")
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the file; none if it is a corpus of text."""
-        if self.of_text:
+        if self.is_text:
             return {}
         values = {**asdict(self), "contents_checksum": self.checksum}
         return {

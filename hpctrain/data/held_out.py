@@ -89,7 +89,7 @@ def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ..
             problems += [row_message(deck, _SETS, number, "tokens", sentence) for sentence in reasons]
             if not reasons:
                 sequences = each.sequences or deck.run.evaluate_sequences
-                evaluations.append(HeldOut(each.name, batches_of(deck, file), sequences))
+                evaluations.append(HeldOut(each.name, evaluation_batches(deck, file), sequences))
                 files.append(file)
         if problems:
             raise HpctrainError(problems)
@@ -148,7 +148,7 @@ def unfit_reasons(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterato
         )
 
 
-def batches_of(deck: Deck, file: TokenFile) -> Batches:
+def evaluation_batches(deck: Deck, file: TokenFile) -> Batches:
     """Return batches of all sequences of a token file."""
     mask, pack = deck.data.document_mask, deck.data.pack
     margins = deck.objective.kind == "reward"

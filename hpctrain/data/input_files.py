@@ -128,8 +128,8 @@ class TextSource:
 
 
 @dataclass
-class LeftOut:
-    """Parts of a user's choice of files that have no effect.
+class SkippedInput:
+    """Files, patterns and paths that a user named and that have no effect.
 
     Attributes:
         files: Files that are left out, with the reason, in the order of the search.
@@ -161,7 +161,7 @@ def find_sources(
     globs: Sequence[str],
     without: Sequence[Path] = (),
     endings: Sequence[str] = TEXT_ENDINGS,
-) -> tuple[list[TextSource], LeftOut]:
+) -> tuple[list[TextSource], SkippedInput]:
     """Return the files that `paths` mean, in the order given, those of a folder sorted by name, each once.
 
     Files that are empty or irregular are left out, and so are hidden ones of folders.
@@ -179,7 +179,7 @@ def find_sources(
         raise HpctrainError("--glob: the pattern is empty; give one such as '*.txt'")
     problems: list[HpctrainError] = []
     sources: dict[str, TextSource] = {}
-    left: dict[str, tuple[str, int]] = {}
+    skipped: dict[str, tuple[str, int]] = {}
     avoided = {os.path.realpath(path) for path in without}
     named = Counter(os.path.realpath(path) for path in paths)
     matched: set[str] = set()
@@ -204,7 +204,7 @@ def find_sources(
                     source = TextSource(str(file), file.stat().st_size, named=real in named, json=form)
                     sources.setdefault(real, source)
                 else:
-                    left.setdefault(real, (str(file), reason))
+                    skipped.setdefault(real, (str(file), reason))
             if folder.is_dir() and all(reason in {NAME, HIDDEN, IRREGULAR} for _, reason in walked):
                 patterns = ", ".join(globs) if globs else "*" + ", *".join(endings)
                 sentence = f"{path}: no file in this folder matches {patterns}; see --glob"
@@ -215,10 +215,10 @@ def find_sources(
             problems.append(InputOutputError(f"{error.filename}: cannot be read ({error.strerror})"))
     raise_together(problems)
     unmatched = [pattern for pattern in globs if pattern not in matched]
-    left_out = {file: reason for real, (file, reason) in left.items() if real not in sources}
+    skipped_files = {file: reason for real, (file, reason) in skipped.items() if real not in sources}
     names = {os.path.realpath(path): path for path in reversed(paths)}
-    return list(sources.values()), LeftOut(
-        left_out,
+    return list(sources.values()), SkippedInput(
+        skipped_files,
         unmatched if any(Path(path).is_dir() for path in paths) else [],
         [names[real] for real, times in named.items() if times > 1],
     )

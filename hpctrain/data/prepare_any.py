@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.data.file_contents import NOUNS, PROMPTS, TEXT_KIND
 from hpctrain.data.output_lock import lock_output
-from hpctrain.data.prepare_options import Prepared, RowOptions, Say, TextOptions
+from hpctrain.data.prepare_options import PreparationResult, RowOptions, Say, TextOptions
 from hpctrain.data.prepare_text import prepare_text
 from hpctrain.data.token_writer import Report
 from hpctrain.errors import HpctrainError
@@ -28,7 +28,7 @@ _TEXT_OPTIONS = {
 
 def prepare_any(
     world: World, out: Path, paths: Sequence[str], options: Mapping[str, Any], say: Say, report: Report
-) -> Prepared:
+) -> PreparationResult:
     """Write a token file of text, or of rows if the options contain a `kind`. Collective.
 
     Args:
@@ -62,7 +62,7 @@ def prepare_any(
         return prepare_rows(world, out, paths, RowOptions(**fields), say, report)
 
 
-def result_text(result: Prepared, in_shards: bool = False) -> str:
+def result_text(result: PreparationResult, in_shards: bool = False) -> str:
     """Return a line about the result."""
     files = counted(result.files, "file")
     what = counted(result.documents, "document")

@@ -67,7 +67,7 @@ class RowOptions(PrepareOptions):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparationResult:
     """Result of `hpctrain prepare`.
 
     Attributes:

@@ -29,7 +29,7 @@ from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer, ConversationTokens, TokenRequest
 from hpctrain.data.file_contents import CHAT, KINDS, NOUNS, PREFERENCES, PROMPTS, TEXT_KIND
 from hpctrain.data.input_files import ROW_ENDINGS
-from hpctrain.data.prepare_options import Prepared, RowOptions, Say
+from hpctrain.data.prepare_options import PreparationResult, RowOptions, Say
 from hpctrain.data.prepare_text import (
     collect_errors,
     examine,
@@ -39,7 +39,7 @@ from hpctrain.data.prepare_text import (
 )
 from hpctrain.data.template_process import TemplateLimitError
 from hpctrain.data.text_pieces import (
-    Complaint,
+    ErrorHandler,
     JsonRow,
     TextPiece,
     cut_into_pieces,
@@ -69,7 +69,7 @@ _ROWS_PER_REQUEST = 64
 
 def prepare_rows(
     world: World, out: Path, paths: Sequence[str], options: RowOptions, say: Say, report: Report
-) -> Prepared:
+) -> PreparationResult:
     """Make a token file of conversations, preferences or prompts. Collective.
 
     Pairs with equal answers and conversations without an assistant message are left out; `say` reports them.
@@ -88,12 +88,12 @@ def prepare_rows(
     """
     assert options.kind in KINDS and options.kind != TEXT_KIND, options.kind
     start = time.perf_counter()
-    sources, left = find_input(world, out, paths, options.globs, options.replace, endings=ROW_ENDINGS)
+    sources, skipped = find_input(world, out, paths, options.globs, options.replace, endings=ROW_ENDINGS)
     faults = examine(world, cut_into_pieces(sources, options.piece_bytes), report)
     with world.agreement():
-        sources = keep_text_sources(sources, faults, left)
+        sources = keep_text_sources(sources, faults, skipped)
         if world.rank == 0:
-            for line in left.lines():
+            for line in skipped.lines():
                 say(line)
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: no rows found")
@@ -115,7 +115,7 @@ def prepare_rows(
         writer = TokenWriter(world, chat.tokenizer, ", ".join([*paths, *options.globs]), report)
         header = writer.write(out, preparation.tokens, preparation.part)
     contents = TokenFile(out, "written file").contents
-    return Prepared(
+    return PreparationResult(
         path=out,
         files=len(sources),
         size=sum(source.size for source in sources),
@@ -193,15 +193,15 @@ class _RowPreparation:
         Raises:
             HpctrainError: With the problems of all rows.
         """
-        with collect_errors() as complain:
+        with collect_errors() as handle_error:
             for piece in reporting_progress(pieces, "tokenize", report):
-                rows = iter(read_rows(piece, complain))
+                rows = iter(read_rows(piece, handle_error))
                 while batch := [*islice(rows, _ROWS_PER_REQUEST)]:
-                    self._add(batch, complain)
+                    self._add(batch, handle_error)
         for part in (self.tokens, self.learned, self.other_keys):
             part.finish()
 
-    def _add(self, rows: Sequence[JsonRow], complain: Complaint) -> None:
+    def _add(self, rows: Sequence[JsonRow], handle_error: ErrorHandler) -> None:
         """Add rows, whose conversations are rendered by one request.
 
         Raises:
@@ -215,14 +215,14 @@ class _RowPreparation:
             if any(isinstance(problem, TemplateLimitError) for problem in problems):
                 raise _at(row, problems[0])
             if problems:
-                complain(_at(row, problems[0]))
+                handle_error(_at(row, problems[0]))
             else:
                 try:
                     self._add_row(
                         row, each, [outcome for outcome in tokens if isinstance(outcome, ConversationTokens)]
                     )
                 except HpctrainError as error:
-                    complain(_at(row, error))
+                    handle_error(_at(row, error))
 
     def _parsed(self, row: JsonRow) -> _ParsedRow:
         """Parse a row."""

@@ -21,16 +21,16 @@ from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.data.input_files import (
     BINARY,
     TEXT_ENDINGS,
-    LeftOut,
+    SkippedInput,
     TextSource,
     find_sources,
     printable,
 )
-from hpctrain.data.prepare_options import Prepared, Say, TextOptions
+from hpctrain.data.prepare_options import PreparationResult, Say, TextOptions
 from hpctrain.data.shard_files import ShardFiles, slices_of
 from hpctrain.data.text_pieces import (
     PROBLEMS,
-    Complaint,
+    ErrorHandler,
     TextPiece,
     cut_into_pieces,
     examine_piece,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 def prepare_text(
     world: World, out: Path, paths: Sequence[str], options: TextOptions, say: Say, report: Report
-) -> Prepared:
+) -> PreparationResult:
     """Tokenize text into a token file. Collective, with the same arguments on all ranks.
 
     An error leaves no file behind. If the process is killed, the next call with the same arguments continues.
@@ -72,14 +72,14 @@ def prepare_text(
     start = time.perf_counter()
     shards = None if options.shard_bytes is None else ShardFiles(out)
     _check_tokenizer_options(world, options)
-    sources, left = find_input(world, out, paths, options.globs, options.replace, shards)
+    sources, skipped = find_input(world, out, paths, options.globs, options.replace, shards)
     sources = [dataclasses.replace(each, lenient=options.binary) for each in sources]
     faults = examine(world, cut_into_pieces(sources, options.piece_bytes), report)
     with world.agreement():
         if not options.binary:
-            sources = keep_text_sources(sources, faults, left)
+            sources = keep_text_sources(sources, faults, skipped)
         if world.rank == 0:
-            for line in left.lines():
+            for line in skipped.lines():
                 say(line)
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: no text found")
@@ -119,7 +119,7 @@ def prepare_text(
         _write_tokenizer(world, out.parent / TOKENIZER_FILE, tokenizer)
     if len(headers) > MOST_FILES and world.rank == 0:
         say(f"{len(headers)} token files exceed the {MOST_FILES} that a run can read; increase --shard-bytes")
-    return Prepared(
+    return PreparationResult(
         path=out if shards is None else shards.pattern,
         files=len(sources),
         size=sum(source.size for source in sources),
@@ -150,7 +150,7 @@ def find_input(
     replace: bool,
     shards: ShardFiles | None = None,
     endings: Sequence[str] = TEXT_ENDINGS,
-) -> tuple[list[TextSource], LeftOut]:
+) -> tuple[list[TextSource], SkippedInput]:
     """Return the files that `paths` mean; rank 0 also gets those that are left out. Collective.
 
     Files that killed processes have left are removed, unless this call can continue from them.
@@ -169,21 +169,21 @@ def find_input(
     """
     world.ledger.activity = "looking for the text files"
     sources: list[TextSource] = []
-    left = LeftOut()
+    skipped = SkippedInput()
     with world.agreement():
         if world.rank == 0:
             if shards is None:
                 check_output(out, replace)
             else:
                 shards.check(replace)
-                shards.remove_left()
+                shards.remove_temporary_files()
             out.parent.mkdir(parents=True, exist_ok=True)
             remove_stale_files(out, world.size)
             outputs = [out] if shards is None else shards.present()
-            sources, left = find_sources(paths, globs, outputs, endings)
+            sources, skipped = find_sources(paths, globs, outputs, endings)
     require_parallel_files(world, out.parent)
     rows = world.everyone.broadcast_object([dataclasses.astuple(source) for source in sources])
-    return [TextSource(*row) for row in rows], left
+    return [TextSource(*row) for row in rows], skipped
 
 
 def _resume_key(
@@ -211,9 +211,9 @@ def examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[s
     """Return the files that are not text, by path, with the reason. Collective; each rank reads its share."""
     world.ledger.activity = "examining the text files"
     own_faults: dict[str, int] = {}
-    with world.agreement(), collect_errors() as complain:
+    with world.agreement(), collect_errors() as handle_error:
         for piece in reporting_progress(share_of(pieces, world.rank, world.size), "examine", report):
-            fault = examine_piece(piece, complain)
+            fault = examine_piece(piece, handle_error)
             if fault is not None:
                 own_faults[piece.source.path] = min(fault, own_faults.get(piece.source.path, fault))
     faults: dict[str, int] = {}
@@ -223,9 +223,9 @@ def examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[s
 
 
 def keep_text_sources(
-    sources: Sequence[TextSource], faults: Mapping[str, int], left: LeftOut
+    sources: Sequence[TextSource], faults: Mapping[str, int], skipped: SkippedInput
 ) -> list[TextSource]:
-    """Return the sources that are text, and add the others to `left`.
+    """Return the sources that are text, and add the others to `skipped`.
 
     Raises:
         HpctrainError: With each source that is not text and that a path names.
@@ -239,7 +239,7 @@ def keep_text_sources(
             sentence = f"is {what}, so it is not text; give --binary to read it"
             refused.append(HpctrainError(f"{printable(source.path)}: {sentence}"))
         else:
-            left.files[source.path] = faults[source.path]
+            skipped.files[source.path] = faults[source.path]
     raise_together(refused)
     return [source for source in sources if source.path not in faults]
 
@@ -309,20 +309,20 @@ def _tokenize(
     """Append the tokens of pieces; return how many of them replace text outside the vocabulary."""
     has_error, unknown_tokens = False, 0
 
-    with collect_errors() as complain:
+    with collect_errors() as handle_error:
 
-        def complain_of(problem: HpctrainError) -> None:
+        def handle_piece_error(problem: HpctrainError) -> None:
             nonlocal has_error
             has_error = True  # the piece is not recorded, so that the next process reports its errors again
-            complain(problem)
+            handle_error(problem)
 
         for piece in reporting_progress(pieces, "tokenize", report):
             errors = "surrogateescape" if piece.source.raw else "replace"
-            for text, ends in read_piece(piece, text_key, complain_of):
+            for text, ends in read_piece(piece, text_key, handle_piece_error):
                 try:
                     ids = tokenizer.encode_array(text, errors)
                 except HpctrainError as error:
-                    complain_of(HpctrainError(f"{printable(piece.source.path)}: {error.problems[0]}"))
+                    handle_piece_error(HpctrainError(f"{printable(piece.source.path)}: {error.problems[0]}"))
                     break
                 unknown_tokens += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
                 part.add(ids)
@@ -346,23 +346,23 @@ def _report_unknown(world: World, unknown: int, part: TokenPart, tokenizer: Toke
 
 def _texts(pieces: Sequence[TextPiece], text_key: str, report: Report) -> Iterator[str]:
     """Yield parts of documents in order. All problems are raised together."""
-    with collect_errors() as complain:
+    with collect_errors() as handle_error:
         for piece in reporting_progress(pieces, "train the tokenizer", report):
-            for text, _ in read_piece(piece, text_key, complain):
+            for text, _ in read_piece(piece, text_key, handle_error):
                 yield text
 
 
 @contextmanager
-def collect_errors() -> Iterator[Complaint]:
+def collect_errors() -> Iterator[ErrorHandler]:
     """Collect problems during the block, and raise them together at its end, or when there are PROBLEMS."""
     problems: list[HpctrainError] = []
 
-    def complain(problem: HpctrainError) -> None:
+    def handle_error(problem: HpctrainError) -> None:
         problems.append(problem)
         if len(problems) >= PROBLEMS:
             raise_together(problems)
 
-    yield complain
+    yield handle_error
     raise_together(problems)
 
 

@@ -66,7 +66,7 @@ class ShardFiles:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(path for path in paths if names.fullmatch(path.name))
 
-    def remove_left(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Remove the temporary files that killed processes have left."""
         ours = files_named(rf"\.{re.escape(self._stem)}-[0-9]{{{_DIGITS}}}{re.escape(self._suffix)}\.partial")
         with suppress(OSError):

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from hpctrain.errors import InputOutputError
 
-CHECKSUM = np.dtype("<u4")
-TEXT = np.dtype("u1")
+CHECKSUM_DTYPE = np.dtype("<u4")
+BYTE_DTYPE = np.dtype("u1")
 BLOCK = 1 << 20
 
 
@@ -50,7 +50,7 @@ class StoredArray:
         """
         require_range(start, count, self.size)
         values = np.empty(count, self.dtype)
-        rest = memoryview(values.view(TEXT).data)
+        rest = memoryview(values.view(BYTE_DTYPE).data)
         offset = self.offset + start * self.dtype.itemsize
         while rest:
             try:

@@ -35,7 +35,7 @@ _LIST_BLOCK = 1 << 20
 _LONGEST_ENTRY = 256 << 20
 HALF = re.compile("[\ud800-\udfff]")
 
-Complaint = Callable[[HpctrainError], None]
+ErrorHandler = Callable[[HpctrainError], None]
 """Function that receives every problem of a file; reading continues after it."""
 
 
@@ -81,22 +81,22 @@ def share_of(pieces: Sequence[TextPiece], rank: int, ranks: int) -> Sequence[Tex
     return pieces[first:last]
 
 
-def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator[tuple[str, bool]]:
+def read_piece(piece: TextPiece, text_key: str, handle_error: ErrorHandler) -> Iterator[tuple[str, bool]]:
     """Yield parts of documents in order, each with True if the document ends after it.
 
     Args:
         piece: The piece.
         text_key: Key of JSON objects, or column of tables, with the text.
-        complain: Function that receives an error for each line without a text, and for an unreadable file.
+        handle_error: Function that receives an error for each line without a text, or for an unreadable file.
     """
     if piece.source.table:
-        with _errors_to(piece, complain):
+        with _errors_to(piece, handle_error):
             for text in table_texts(piece.source.path, text_key):
                 yield text, True
         return
-    with _errors_to(piece, complain), piece.source.open() as file:
+    with _errors_to(piece, handle_error), piece.source.open() as file:
         if piece.source.lines or piece.source.is_list:
-            yield from _read_lines(file, piece, text_key, complain)
+            yield from _read_lines(file, piece, text_key, handle_error)
         else:
             for block, begin, ends in _blocks(file, piece):
                 yield _decode(block, begin, piece.source.raw), ends
@@ -119,30 +119,30 @@ class JsonRow:
         return f"{self.piece.source.path}:{before + self.number}"
 
 
-def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
+def read_rows(piece: TextPiece, handle_error: ErrorHandler) -> Iterator[JsonRow]:
     """Yield the rows of a table, or the lines or list entries of another file as JSON.
 
-    `complain` receives an error for each line that is not JSON, and for an unreadable file.
+    `handle_error` receives an error for each line that is not JSON, and for an unreadable file.
     """
-    with _errors_to(piece, complain):
+    with _errors_to(piece, handle_error):
         if piece.source.table:
             for number, value in enumerate(table_rows(piece.source.path), 1):
                 yield JsonRow(value, piece, number)
             return
         if piece.source.path.lower().endswith(JSON) and not piece.source.json:
             expected = "expected a JSON list of rows, or one row per line"
-            complain(HpctrainError(f"{piece.source.path}: is a single JSON value; {expected}"))
+            handle_error(HpctrainError(f"{piece.source.path}: is a single JSON value; {expected}"))
             return
         with piece.source.open() as file:
-            yield from _json_rows(file, piece, complain)
+            yield from _json_rows(file, piece, handle_error)
 
 
-def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
+def examine_piece(piece: TextPiece, handle_error: ErrorHandler) -> int | None:
     """Return why a piece is not text: BINARY (it has a zero byte) or NOT_UTF8. None if it is, or a table."""
     fault = None
     if piece.source.table:
         return None
-    with _errors_to(piece, complain), piece.source.open() as file:
+    with _errors_to(piece, handle_error), piece.source.open() as file:
         for block, _, _ in _blocks(file, piece):
             if b"\0" in block:
                 return BINARY
@@ -154,19 +154,19 @@ def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
 
 
 @contextmanager
-def _errors_to(piece: TextPiece, complain: Complaint) -> Iterator[None]:
-    """Pass errors of reading inside the block to `complain`."""
+def _errors_to(piece: TextPiece, handle_error: ErrorHandler) -> Iterator[None]:
+    """Pass errors of reading inside the block to `handle_error`."""
     path = piece.source.path
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        complain(InputOutputError(f"{path}: is damaged or truncated gzip ({error})"))
+        handle_error(InputOutputError(f"{path}: is damaged or truncated gzip ({error})"))
     except DamagedError as error:
-        complain(InputOutputError(f"{path}: is damaged or truncated ({error})"))
+        handle_error(InputOutputError(f"{path}: is damaged or truncated ({error})"))
     except HpctrainError as error:
-        complain(error)
+        handle_error(error)
     except OSError as error:
-        complain(InputOutputError(f"{path}: cannot be read ({error.strerror or error})"))
+        handle_error(InputOutputError(f"{path}: cannot be read ({error.strerror or error})"))
 
 
 def _blocks(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
@@ -200,27 +200,27 @@ def _read_stream(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes
 
 
 def _read_lines(
-    file: BufferedIOBase, piece: TextPiece, text_key: str, complain: Complaint
+    file: BufferedIOBase, piece: TextPiece, text_key: str, handle_error: ErrorHandler
 ) -> Iterator[tuple[str, bool]]:
     """Yield the documents of the lines that begin in the piece, or of all rows of a file of one piece."""
-    for row in _json_rows(file, piece, complain):
+    for row in _json_rows(file, piece, handle_error):
         content = row.value.get(text_key) if isinstance(row.value, dict) else None
         half = HALF.search(content) if isinstance(content, str) else None
         if not isinstance(content, str):
-            complain(HpctrainError(f"{row.where}: has no text under {text_key!r}; see --field"))
+            handle_error(HpctrainError(f"{row.where}: has no text under {text_key!r}; see --field"))
         elif half is not None and not piece.source.lenient:
             problem = f"has text that is not UTF-8 (U+{ord(half[0]):04X}); give --binary to read it"
-            complain(HpctrainError(f"{row.where}: {problem}"))
+            handle_error(HpctrainError(f"{row.where}: {problem}"))
         elif content:
             yield content if half is None else HALF.sub("\ufffd", content), True
 
 
-def _json_rows(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
+def _json_rows(file: BufferedIOBase, piece: TextPiece, handle_error: ErrorHandler) -> Iterator[JsonRow]:
     """Yield the JSON values of a piece: entries of a list, or lines."""
-    return (_rows_of_list if piece.source.is_list else _rows_of_lines)(file, piece, complain)
+    return (_rows_of_list if piece.source.is_list else _rows_of_lines)(file, piece, handle_error)
 
 
-def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
+def _rows_of_list(file: BufferedIOBase, piece: TextPiece, handle_error: ErrorHandler) -> Iterator[JsonRow]:
     """Yield the entries of a JSON list, which is read a part at a time."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")("replace").decode
     text, number, at_end = "", 0, False
@@ -247,14 +247,14 @@ def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -
         except ValueError:
             wrong = "is not JSON that can be read (a number has too many digits)"
         if at_end or len(text) > _LONGEST_ENTRY:
-            complain(HpctrainError(f"{piece.source.path}: entry {number + 1} {wrong or 'is too long'}"))
+            handle_error(HpctrainError(f"{piece.source.path}: entry {number + 1} {wrong or 'is too long'}"))
             return
         block = file.read(max(_LIST_BLOCK, len(text)))
         at_end = not block
         text += decode(block, final=at_end)
 
 
-def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
+def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, handle_error: ErrorHandler) -> Iterator[JsonRow]:
     """Yield the lines that begin in the piece, or all lines of a compressed file, as JSON."""
     if piece.begin:
         file.seek(piece.begin - 1)
@@ -275,7 +275,7 @@ def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) 
             wrong = f"is not JSON ({error.msg} at column {error.colno})"
         except ValueError as error:
             wrong = f"is not JSON that can be read ({error})"
-        complain(HpctrainError(f"{piece.source.path}:{_lines_before(piece) + number}: {wrong}"))
+        handle_error(HpctrainError(f"{piece.source.path}:{_lines_before(piece) + number}: {wrong}"))
 
 
 def _lines_before(piece: TextPiece) -> int:

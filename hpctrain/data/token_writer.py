@@ -28,11 +28,11 @@ from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.data.file_contents import Contents
 from hpctrain.data.shard_files import TokenSlice
-from hpctrain.data.stored import CHECKSUM, TEXT
+from hpctrain.data.stored import BYTE_DTYPE, CHECKSUM_DTYPE
 from hpctrain.data.token_part import TokenPart
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS
-from hpctrain.data.tokens import ENDS, PIECE_TOKENS, Header, TokenFile
+from hpctrain.data.tokens import END_DTYPE, PIECE_TOKENS, Header, TokenFile
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import descriptor_of, flush_to_disk
 from hpctrain.hdf5 import open_for_writing
@@ -180,7 +180,7 @@ class TokenWriter:
         with world.agreement():
             if not tokens:
                 raise HpctrainError(f"{self.source}: no text found")
-            needed = tokens * (part.dtype.itemsize + (rows is not None)) + documents * ENDS.itemsize
+            needed = tokens * (part.dtype.itemsize + (rows is not None)) + documents * END_DTYPE.itemsize
             free = shutil.disk_usage(path.parent).free
             if free < needed:
                 raise InputOutputError(
@@ -245,7 +245,7 @@ def _rows(world: World, rows: RowsPart) -> tuple[Contents, list[Range]]:
 
 def _text(world: World, name: str, text: str) -> tuple[Range, int]:
     """Return the range of a text, which rank 0 writes, and its checksum."""
-    values = np.frombuffer(text.encode("utf-8"), TEXT)
+    values = np.frombuffer(text.encode("utf-8"), BYTE_DTYPE)
     return Range.of(name, values.size, 0, values if world.rank == 0 else values[:0]), zlib.crc32(values.data)
 
 
@@ -253,7 +253,7 @@ def _ends(world: World, name: str, part: Part) -> tuple[Range, int]:
     """Return this rank's range of the ends of documents, and the checksum of all ends. Collective."""
     counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
     start, first = (sum(count[i] for count in counts[: world.rank]) for i in (0, 1))
-    ends, checksum = np.array(part.ends, dtype=ENDS) + start, 0
+    ends, checksum = np.array(part.ends, dtype=END_DTYPE) + start, 0
     for crc, length in world.everyone.all_gather_object([zlib.crc32(ends.data), ends.nbytes]):
         checksum = combine(checksum, crc, length)
     return Range.of(name, sum(count[1] for count in counts), first, ends), checksum
@@ -301,7 +301,7 @@ def _checksums(
         for piece, crc, length in following:
             if pieces and piece == pieces[-1][0]:
                 pieces = [*pieces[:-1], [piece, combine(pieces[-1][1], crc, length), 0]]
-    return np.array([crc for _, crc, _ in pieces], dtype=CHECKSUM)
+    return np.array([crc for _, crc, _ in pieces], dtype=CHECKSUM_DTYPE)
 
 
 def _write_file(

@@ -35,7 +35,7 @@ BYTES = "bytes"
 BYTE_VALUES = 256
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """Usual names of the token that ends a document; the most specific ones come first."""
 
 
@@ -63,7 +63,7 @@ class Tokenizer:
             text: "bytes" or the JSON, as the attribute `text`.
             where: beginning of error messages.
             settings: settings with the id of the token that ends a document. Without an id, as in old files,
-                it is the first name in `ENDS` that the vocabulary contains.
+                it is the first name in `END_NAMES` that the vocabulary contains.
 
         Raises:
             HpctrainError: the text is not a usable tokenizer.
@@ -267,11 +267,11 @@ class GuardedTokenizer:
         """Build the tokenizer of `content`, which is changed in place; errors as for `Tokenizer`."""
         ids = token_ids(content)
         if settings.end_of_document is None:
-            end = next((name for name in ENDS if name in ids), None)
+            end = next((name for name in END_NAMES if name in ids), None)
             if end is None:
                 raise HpctrainError(
                     f"{where}: the vocabulary has no token that ends a document; "
-                    f"it must contain one of {', '.join(ENDS)}"
+                    f"it must contain one of {', '.join(END_NAMES)}"
                 )
         else:
             names = {number: name for name, number in ids.items()}
@@ -296,11 +296,11 @@ def find_end_of_document(
 
     It is the first of these that exists: the token `named` by the user, `eos_token` (or the first one of its
     list) of tokenizer_config.json, a special token in `eos_token_id` of generation_config.json or
-    config.json, and the only special token with a name in `ENDS`.
+    config.json, and the only special token with a name in `END_NAMES`.
 
     Raises:
         HpctrainError: `eos_token` is wrong, none of these exists, or several special tokens have a name in
-            `ENDS`.
+            `END_NAMES`.
     """
     ids, special = token_ids(content), special_tokens(content)
     if named is not None:
@@ -313,15 +313,14 @@ def find_end_of_document(
     for number in settings.config_end_ids:
         if number in of_special:
             return number
-    candidates = [name for name in ENDS if name in special]
+    candidates = [name for name in END_NAMES if name in special]
     if len(candidates) == 1:
         return ids[candidates[0]]
     if candidates:
         sentence = f"has several special tokens that may end a document ({', '.join(candidates)})"
     else:
-        sentence = (
-            f"has no eos_token and none of {', '.join(ENDS)}, so the token that ends a document is unknown"
-        )
+        names = ", ".join(END_NAMES)
+        sentence = f"has no eos_token and none of {names}, so the token that ends a document is unknown"
     warnings = special_token_warnings(settings, ids, of_special)
     problems = [f"{where}: {each}" for each in warnings if "eos_token_id" in each]
     raise HpctrainError([*problems, f"{where}: {sentence}; name it with --end-of-document TOKEN"])

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from hpctrain.comm.error_messages import error_reason
 from hpctrain.data.file_contents import CONTENTS_VERSION, PROMPTS, Contents
-from hpctrain.data.stored import CHECKSUM, TEXT, PiecedArray, StoredArray, require_range
+from hpctrain.data.stored import BYTE_DTYPE, CHECKSUM_DTYPE, PiecedArray, StoredArray, require_range
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.tokenizer_settings import SETTINGS, TokenizerSettings
 from hpctrain.errors import HpctrainError, InputOutputError, require
@@ -50,7 +50,7 @@ MOST_PIECE_TOKENS = 1 << 24  # a complete piece is read to compare its checksum
 MOST_IDS = 1 << 32  # ids fit into uint32
 MOST_ELEMENTS = 1 << 60
 MOST_TEXT_BYTES = JSON_BYTES
-ENDS = np.dtype("<i8")
+END_DTYPE = np.dtype("<i8")
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
@@ -99,7 +99,7 @@ class Header:
 
         Text has a fixed length, since HDF5 keeps other text in a heap without checksums and can crash on it.
         """
-        version = VERSION if contents.of_text else CONTENTS_VERSION
+        version = VERSION if contents.is_text else CONTENTS_VERSION
         values = {"format": FORMAT, "version": version, **asdict(self), "header_checksum": self.checksum}
         return contents.attributes() | {
             name: np.bytes_(value.encode("utf-8", "replace")) if isinstance(value, str) else value
@@ -156,9 +156,9 @@ class TokenFile:
         known = replace(self._settings, end_of_document=self.end_of_document)
         if self._old:
             known = replace(
-                known, ends=(self.end_of_document,) if self.contents.of_text else self._turn_end()
+                known, ends=(self.end_of_document,) if self.contents.is_text else self._turn_end()
             )
-        if self.contents.of_text:
+        if self.contents.is_text:
             return known
         template = parse_json(self.template_text)
         return known.with_template(template["text"], template["tokens"])
@@ -325,7 +325,7 @@ class TokenFile:
         if version >= CONTENTS_VERSION:
             self.contents = Contents(**_fields(Contents, file))
         if header.checksum != file.integer("header_checksum") or (
-            not self.contents.of_text and self.contents.checksum != file.integer("contents_checksum")
+            not self.contents.is_text and self.contents.checksum != file.integer("contents_checksum")
         ):
             raise ValueError("its header has a wrong checksum")
         header.require_bounds()
@@ -333,10 +333,10 @@ class TokenFile:
         self.vocabulary, self.end_of_document = header.vocabulary, header.end_of_document
         self.tokens, self.documents = header.tokens, header.documents
         self.dtype = token_type(header.vocabulary)
-        checksums = self._find(file, "checksums", CHECKSUM, header.pieces)
+        checksums = self._find(file, "checksums", CHECKSUM_DTYPE, header.pieces)
         tokens = self._find(file, "tokens", self.dtype, self.tokens)
         self._tokens = PiecedArray(tokens, checksums, header.piece, "tokens", header.vocabulary)
-        self._ends = self._find(file, "document_ends", ENDS, self.documents)
+        self._ends = self._find(file, "document_ends", END_DTYPE, self.documents)
         self.tokenizer_text = self._read_text(file, "tokenizer", header.tokenizer_checksum)
         self._settings, self._old = TokenizerSettings(), f"/{SETTINGS}" not in file.datasets
         if not self._old:
@@ -346,13 +346,13 @@ class TokenFile:
         self._learned: PiecedArray | None = None
         self._other_keys: PiecedArray | None = None
         self.template_text = ""
-        if self.contents.of_text:
+        if self.contents.is_text:
             return
         self.template_text = self._read_text(file, "template", self.contents.template_checksum)
         self._learned = self._find_pieces(file, "learned", self.tokens, "tokens")
         if self.contents.has_other_keys:
             self._other_keys = self._find_pieces(file, "others", self.contents.others, "bytes")
-            self._other_ends = self._find(file, "others_ends", ENDS, self.contents.rows)
+            self._other_ends = self._find(file, "others_ends", END_DTYPE, self.contents.rows)
             self._compare_ends(
                 self._other_ends,
                 self.contents.others_ends_checksum,
@@ -363,15 +363,15 @@ class TokenFile:
     def _find_pieces(self, file: CheckedFile, name: str, size: int, noun: str) -> PiecedArray:
         """Find a dataset of bytes and the checksums of its pieces."""
         piece = self.header.piece
-        checksums = self._find(file, f"{name}_checksums", CHECKSUM, -(-size // piece))
-        return PiecedArray(self._find(file, name, TEXT, size), checksums, piece, f"{noun} of /{name}")
+        checksums = self._find(file, f"{name}_checksums", CHECKSUM_DTYPE, -(-size // piece))
+        return PiecedArray(self._find(file, name, BYTE_DTYPE, size), checksums, piece, f"{noun} of /{name}")
 
     def _read_text(self, file: CheckedFile, name: str, checksum: int) -> str:
         """Read a complete text and compare its checksum."""
         size = file.dataset(f"/{name}").elements
         if size > MOST_TEXT_BYTES:
             raise ValueError(f"/{name} has {size} bytes, more than {MOST_TEXT_BYTES}")
-        text = self._find(file, name, TEXT, size).read(0, size)
+        text = self._find(file, name, BYTE_DTYPE, size).read(0, size)
         if zlib.crc32(text.data) != checksum:
             raise ValueError(f"its {name} has a wrong checksum")
         return text.tobytes().decode("utf-8")

@@ -76,9 +76,7 @@ def _classification_objective(deck: Deck) -> Objective:
     name = next((name for name in TARGET_FIELDS if name in fields), None)
     names, remedy = ", ".join(fields), "add one, or set model.loss"
     if name is None:
-        sentence = (
-            f"has no entry {' or '.join(TARGET_FIELDS)} in its batches ({names}) ({remedy})"
-        )
+        sentence = f"has no entry {' or '.join(TARGET_FIELDS)} in its batches ({names}) ({remedy})"
         raise HpctrainError(deck.problem("data.dataset", sentence))
     spec = fields[name]
     if spec.dtype.is_floating_point or spec.dtype.is_complex or len(spec.shape) > 1:

@@ -15,7 +15,7 @@ from hpctrain.deck.check import data_ranks, world_problems
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import SCHEDULE_NAMES
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.mixture import tokens_exist
+from hpctrain.deck.sections.mixture import tokens_exist, tokens_key
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 
@@ -68,7 +68,7 @@ def _token_problems(deck: Deck) -> Generator[DeckProblem, None, Sequence[Tokens]
     from hpctrain.data.data_checks import token_problems
     from hpctrain.data.deck_tokens import open_entries
 
-    key = "data.tokens" if deck.data.mixture is None else "data.mixture"
+    key = tokens_key(deck)
     try:
         tokens = open_entries(deck)
     except HpctrainError as error:

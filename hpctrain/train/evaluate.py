@@ -22,7 +22,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.corpus import require_same_tokens
 from hpctrain.data.file_contents import PREFERENCES
-from hpctrain.data.held_out import HeldOut, batches_of, unfit_reasons, with_token_counts
+from hpctrain.data.held_out import HeldOut, evaluation_batches, unfit_reasons, with_token_counts
 from hpctrain.data.sample_window import SampleWindow
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
@@ -198,7 +198,7 @@ def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokeniz
         wrong = [f"{file.where}: {sentence}" for sentence in unfit_reasons(deck, file, tokenizer)]
         problems += wrong
         if not wrong:
-            batches = batches_of(deck, file)
+            batches = evaluation_batches(deck, file)
             count = batches.source.count
             sets.append(
                 HeldOut(file.path.stem, batches, count if sequences is None else min(sequences, count))

@@ -177,7 +177,7 @@ def test_a_wrong_item_is_told(started: list[WorkerPool], kind: str, count: int) 
 )
 def test_what_is_no_dataset_is_told(made_by: str, told: str) -> None:
     with pytest.raises(HpctrainError) as caught:
-        assert UserDataset(name_of(made_by)).first
+        assert UserDataset(name_of(made_by)).first_item_specs
     assert told in caught.value.problems[0]
     with pytest.raises(HpctrainError, match=r"\[data.arguments\] does not fit: .*'size'"):
         UserDataset(name_of("Place", size=3))

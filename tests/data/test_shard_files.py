@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.data.prepare_options import Prepared
+from hpctrain.data.prepare_options import PreparationResult
 from hpctrain.data.token_files import TokenFiles, Tokens, open_tokens
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
@@ -32,7 +32,7 @@ def text(world: World, mpi_tmp_path: Path) -> Path:
     return mpi_tmp_path
 
 
-def made(world: World, folder: Path, name: str, most: int | None, **options: object) -> Prepared:
+def made(world: World, folder: Path, name: str, most: int | None, **options: object) -> PreparationResult:
     paths = [str(folder / each) for each in ("a.jsonl", "b.txt", "c.jsonl")]
     return prepare(world, folder / name, paths, shard_bytes=most, piece_bytes=300, **options)  # type: ignore[arg-type]
 

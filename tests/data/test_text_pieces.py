@@ -26,12 +26,12 @@ def documents(path: Path, size: int, complaints: list[str] | None = None) -> lis
     """All documents of a file, read in pieces of `size` bytes."""
     found, parts = [], []
 
-    def complain(error: HpctrainError) -> None:
+    def handle_error(error: HpctrainError) -> None:
         assert complaints is not None, error
         complaints.extend(error.problems)
 
     for piece in cut_into_pieces([TextSource(str(path), path.stat().st_size)], size):
-        for text, ends in read_piece(piece, "text", complain):
+        for text, ends in read_piece(piece, "text", handle_error):
             parts.append(text)
             if ends:
                 found.append("".join(parts))

@@ -108,6 +108,11 @@ def tokens_exist(deck: Deck) -> bool:
     return all(os.path.lexists(name) or glob(name) for name in token_file_patterns(deck))  # noqa: PTH207
 
 
+def tokens_key(deck: Deck) -> str:
+    """Return the key of the deck that names its token files, "data.tokens" or "data.mixture"."""
+    return "data.tokens" if deck.data.mixture is None else "data.mixture"
+
+
 def tokens_title(deck: Deck, entry: DatasetEntry) -> str:
     """Return the words with which messages name the token files of an entry.
 
