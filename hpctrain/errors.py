@@ -51,17 +51,6 @@ class CommunicationError(HpctrainError):
     exit_code = EXIT_INTERNAL
 
 
-def raise_together(errors: Sequence[HpctrainError]) -> None:
-    """Raise the problems of all errors as one error: an InputOutputError if any of them is one.
-
-    Does nothing without errors.
-    """
-    if errors:
-        has_io_error = any(isinstance(error, InputOutputError) for error in errors)
-        problems = [problem for error in errors for problem in error.problems]
-        raise (InputOutputError if has_io_error else HpctrainError)(problems)
-
-
 def require_exists(path: Path, kind: str) -> None:
     """Check that a file or folder exists.
 

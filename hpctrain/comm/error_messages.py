@@ -137,6 +137,17 @@ def combine_errors(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainErr
     return error
 
 
+def raise_together(errors: Sequence[HpctrainError]) -> None:
+    """Raise the problems of all errors as one error: an InputOutputError if any of them is one.
+
+    Does nothing without errors.
+    """
+    if errors:
+        has_io_error = any(isinstance(error, InputOutputError) for error in errors)
+        problems = [problem for error in errors for problem in error.problems]
+        raise (InputOutputError if has_io_error else HpctrainError)(problems)
+
+
 def print_problems(problems: Sequence[str]) -> None:
     """Print each message on a line of stderr, after "hpctrain: error: ". Local."""
     for problem in problems:

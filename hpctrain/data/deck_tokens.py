@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpctrain.comm.error_messages import raise_together
 from hpctrain.data.token_files import Tokens, open_tokens, paths_of, require_one_tokenizer
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import DatasetEntry, dataset_entries, tokens_key, tokens_title
 from hpctrain.deck.sources import toml_value
-from hpctrain.errors import HpctrainError, raise_together
+from hpctrain.errors import HpctrainError
 from hpctrain.files import file_identity
 
 

@@ -15,8 +15,9 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Literal
 
+from hpctrain.comm.error_messages import raise_together
 from hpctrain.data.packed import COMPRESSED, TABLE, DamagedError, open_packed, plain_name
-from hpctrain.errors import HpctrainError, InputOutputError, raise_together
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json
 from hpctrain.text import counted
 

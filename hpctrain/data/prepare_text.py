@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hpctrain
+from hpctrain.comm.error_messages import raise_together
 from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.data.input_files import (
     BINARY,
@@ -43,7 +44,7 @@ from hpctrain.data.token_writer import Report, TokenWriter
 from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer
 from hpctrain.data.tokenizer_argument import read_tokenizer, tokenizer_warnings
 from hpctrain.data.tokenizer_settings import TokenizerSettings
-from hpctrain.errors import HpctrainError, failing_as, raise_together
+from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import JSON_BYTES, check_output, flush_to_disk, read_text, write_text
 from hpctrain.text import counted
 

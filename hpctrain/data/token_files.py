@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.comm.error_messages import raise_together
 from hpctrain.data.stored import require_range
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.sources import toml_value
-from hpctrain.errors import HpctrainError, InputOutputError, raise_together
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import file_identity
 
 if TYPE_CHECKING:
