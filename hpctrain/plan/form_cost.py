@@ -30,7 +30,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shards import Parameter
 from hpctrain.pipeline.action import accumulation
 from hpctrain.plan.step_on_meta import rehearse
-from hpctrain.plan.traffic_plan import PlannedWeights, steady
+from hpctrain.plan.traffic_plan import PlannedWeights, without_warmup
 
 PARAMETERS = 40_000_000
 """Approximate number of parameters of the largest model that is timed."""
@@ -74,7 +74,7 @@ def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
 
 def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
     """Return the seconds of the reductions of a step, and of the synchronization of replicas per step."""
-    stage = _build(steady(deck), shape, ranks, ranks_per_node)
+    stage = _build(without_warmup(deck), shape, ranks, ranks_per_node)
     weights, period = PlannedWeights(stage), deck.layout.steps_between_syncs
     stage.replica_sync.begin(weights)
 

@@ -8,7 +8,7 @@ is counted like in the ledger of a run. `Traffic` is what passes the network lin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
@@ -37,7 +37,7 @@ from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.objective.factory import make_objective
 from hpctrain.optim.optimizer import gather_updated
 from hpctrain.parallel.sequence import context_positions
-from hpctrain.pipeline.action import Action, Schedule
+from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.silent_part import SilentPart
@@ -45,7 +45,7 @@ from hpctrain.plan.step_on_meta import rehearse
 from hpctrain.plan.update_messages import send_update_messages
 from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 
-LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
+LAYER_AXES = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
 """Axes along which layers and pipeline stages communicate in every micro-batch."""
 
 
@@ -126,7 +126,7 @@ class TrafficPlan:
         return {"stages": [stage.payload() for stage in self.stages], "whole": self.complete}
 
 
-class _Listener:
+class _TransferRecorder:
     """Recorder of the calls on a planned mesh.
 
     Attributes:
@@ -174,228 +174,259 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
         HpctrainError: A run of the deck would raise this error, too.
     """
     # Layers run without values, for which there are no compiled functions. Torch's functions send the same.
-    deck = steady(deck).with_keys(machine={"compile": False})
+    deck = without_warmup(deck).with_keys(machine={"compile": False})
     sizes, architecture = axis_sizes(deck, ranks), architecture_of(deck, vocabulary)
     passes = micro_batches(deck, sizes["data"])
     placement = place_by_flops(deck, architecture, sizes["data"])
-    schedule, counts = placement.schedule_of(passes), placement.split
-    device = device_kind(deck.run.device)
-    transport = deck.communication.requested_transport if on_host(device) else "nccl"
-    _, *kinds, _ = layer_kinds(architecture)
-    planned: dict[object, tuple[tuple[PlannedTransfer, ...], ...]] = {}
-    maximum_counts: dict[object, int] = {}
-    stages, stage_maximum_counts, complete = [], [], True
-    for number in range(schedule.stage_count):
-        ranges = layer_ranges(schedule, counts, number)
-        ends = number in {0, schedule.stage_count - 1}
-        kind: object = (
-            ends and number,
-            tuple((*kinds[s.first : s.last], s.has_embedding, s.has_head) for s in ranges),
-        )
-        if deck.model.has_frozen_parameters or deck.model.module is not None:
-            kind = number
+    schedule, split = placement.schedule_of(passes), placement.split
+    kinds = stage_kinds(deck, architecture, schedule, split)
+    planned: dict[object, _PlannedSteps] = {}
+    for number, kind in enumerate(kinds):
         if kind not in planned:
-            listener = _Listener()
-            mesh = PlannedMesh(
-                sizes, number, ranks_per_node, transport=transport, calls=PlannedCalls(listener)
-            )
-            stage = plan_stage(deck, architecture, mesh, PipelinePosition(schedule, counts, number), device)
-            layer_transfers = _layer_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
-            complete = complete and layer_transfers is not None
-            steps, update_transfers = _step_transfers(deck, stage, schedule, number, listener)
-            maximum_counts[kind] = stage.layer_context.statistics.count("max")
-            counted = LAYERS if layer_transfers is not None else frozenset[str]()
-            loss_transfers = [
-                *_loss_transfers(deck, architecture, mesh, stage),
-                *_weight_maximum_transfers(stage, listener, counted),
-            ]
-            if layer_transfers is None:
-                layer_transfers = _exchange_transfers(deck, stage, schedule, number)
-            common = [*layer_transfers, *loss_transfers, *update_transfers]
-            planned[kind] = tuple((*(m for m in step if m.axis not in counted), *common) for step in steps)
-        stages.append(StageTraffic(number, planned[kind]))
-        stage_maximum_counts.append(maximum_counts[kind])
-    maximum_transfers = _all_reduce_transfers(mesh.group(*EVERYONE), sum(stage_maximum_counts))
-    complete_stages = [
-        StageTraffic(s.stage, tuple((*step, *maximum_transfers) for step in s.steps)) for s in stages
+            position = PipelinePosition(schedule, split, number)
+            stage = _RehearsedStage(deck, architecture, sizes, ranks_per_node, position)
+            planned[kind] = stage.plan()
+    maximum_count = sum(planned[kind].maximum_count for kind in kinds)
+    maximum_transfers = _all_reduce_transfers(stage.everyone, maximum_count)
+    stages = [
+        StageTraffic(number, tuple((*step, *maximum_transfers) for step in planned[kind].steps))
+        for number, kind in enumerate(kinds)
     ]
-    return TrafficPlan(tuple(complete_stages), passes, complete)
+    return TrafficPlan(tuple(stages), passes, all(each.complete for each in planned.values()))
 
 
-def steady(deck: Deck) -> Deck:
+def stage_kinds(
+    deck: Deck, architecture: Architecture, schedule: Schedule, split: Sequence[int]
+) -> list[object]:
+    """Return the kind of each stage, by its layers. Stages of a kind make the same calls in an action."""
+    _, *blocks, _ = layer_kinds(architecture)
+    is_unique = deck.model.has_frozen_parameters or deck.model.module is not None
+    kinds: list[object] = []
+    for number in range(schedule.stage_count):
+        ranges = layer_ranges(schedule, split, number)
+        parts = tuple((*blocks[each.first : each.last], each.has_embedding, each.has_head) for each in ranges)
+        is_end = number in {0, schedule.stage_count - 1}
+        kinds.append((number if is_unique or is_end else None, parts))
+    return kinds
+
+
+def without_warmup(deck: Deck) -> Deck:
     """Return the deck without the warm-up of compression."""
     return deck.with_keys(communication={"warmup": 0})
 
 
-def _step_transfers(
-    deck: Deck,
-    stage: TrainedStage,
-    schedule: Schedule,
-    number: int,
-    listener: _Listener,
-) -> tuple[list[list[PlannedTransfer]], list[PlannedTransfer]]:
-    """Return the transfers of buckets and replicas in each repeating step, and those of each update."""
-    # With ZeRO-0 and ZeRO-1, gradients are reduced once per step for any number of micro-batches.
-    schedule = all_forward_schedule(schedule, 1) if deck.layout.zero < 2 else schedule
-    local = deck.layout.local_steps
-    weights, period, delay = (
-        PlannedWeights(stage),
-        deck.layout.steps_between_syncs,
-        local.delay if local else 0,
-    )
-    everything = sum(bucket.length for bucket in stage.buckets)
-    listener.completed_share = lambda: sum(b.length for b in stage.buckets if b.is_final) / everything
-    with META:
-        stage.replica_sync.begin(weights)
-    steps = []
-    for _ in range(2 * period):
-        listener.take()
-        rehearse(stage, deck.memory.recompute, schedule, number)
-        gradient_transfers = listener.take()
-        with META:
-            send_update_messages(stage.optimizer)
-            update_transfers = listener.take()
-            weights.publish()
-            weights.updates += 1
-            gradient_transfers += listener.take()
-            stage.replica_sync.after_update(weights)
-            replica_transfers = [
-                transfer if transfer.start is None else transfer._replace(ahead=delay)
-                for transfer in listener.take()
-            ]
-            stage.synchronizer.end_step(True, 1.0)
-        steps.append([*gradient_transfers, *replica_transfers])
-    return steps[period:], update_transfers
+class _PlannedSteps(NamedTuple):
+    """Messages of a stage.
 
-
-def _layer_transfers(
-    deck: Deck,
-    architecture: Architecture,
-    mesh: PlannedMesh,
-    stage: TrainedStage,
-    schedule: Schedule,
-    passes: int,
-    listener: _Listener,
-) -> list[PlannedTransfer] | None:
-    """Return the transfers of layers and of the pipeline in a step; None if layers need values to run."""
-    if deck.model.experts:
-        return None
-    if deck.model.module is not None:
-        return _module_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
-    is_local = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
-    if is_local and not stage.module_state.statistics_users:
-        return []
-    return _pass_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
-
-
-def _module_transfers(
-    deck: Deck,
-    architecture: Architecture,
-    mesh: PlannedMesh,
-    stage: TrainedStage,
-    schedule: Schedule,
-    passes: int,
-    listener: _Listener,
-) -> list[PlannedTransfer] | None:
-    """Return the transfers of a user's module; None if it cannot run without values.
-
-    They are those of its statistics, of pipeline stages, and of activations that tensor ranks split.
+    Attributes:
+        steps: Transfers of each step in a repeating sequence of steps, without reductions of maxima.
+        maximum_count: Number of maxima that the stage records in a step.
+        complete: False if messages of layers are not included, as in `TrafficPlan`.
     """
-    layer_transfers: list[PlannedTransfer] = []
-    if mesh.group("tensor").size > 1 or mesh.group("pipeline").size > 1:
-        try:
-            layer_transfers = _pass_transfers(deck, architecture, mesh, stage, schedule, passes, listener)
-        except Exception:  # noqa: BLE001  (code of a user may raise any error without values)
+
+    steps: list[list[PlannedTransfer]]
+    maximum_count: int
+    complete: bool
+
+
+class _RehearsedStage:
+    """Stage on a planned mesh, whose calls are recorded.
+
+    Args:
+        deck: The deck.
+        architecture: Architecture of the model.
+        sizes: Number of ranks along each axis.
+        ranks_per_node: Number of ranks per node.
+        position: Stage of the pipeline.
+    """
+
+    def __init__(
+        self,
+        deck: Deck,
+        architecture: Architecture,
+        sizes: Mapping[str, int],
+        ranks_per_node: int,
+        position: PipelinePosition,
+    ) -> None:
+        self._deck, self._architecture, self._position = deck, architecture, position
+        self._schedule, self._recorder = position.schedule, _TransferRecorder()
+        device = device_kind(deck.run.device)
+        transport = deck.communication.requested_transport if on_host(device) else "nccl"
+        calls = PlannedCalls(self._recorder)
+        self._mesh = PlannedMesh(sizes, position.number, ranks_per_node, transport=transport, calls=calls)
+        self._stage = plan_stage(deck, architecture, self._mesh, position, device)
+
+    @property
+    def everyone(self) -> Group:
+        """Group of all ranks."""
+        return self._mesh.group(*EVERYONE)
+
+    def plan(self) -> _PlannedSteps:
+        """Return the messages of the stage."""
+        layer_transfers = self._layer_transfers()
+        complete = layer_transfers is not None
+        steps, update_transfers = self._bucket_transfers()
+        maximum_count = self._stage.layer_context.statistics.count("max")
+        counted = LAYER_AXES if complete else frozenset[str]()
+        loss_transfers = [*self._loss_transfers(), *self._weight_maximum_transfers(counted)]
+        if layer_transfers is None:
+            layer_transfers = self._exchange_transfers()
+        common = [*layer_transfers, *loss_transfers, *update_transfers]
+        steps = [[*(each for each in step if each.axis not in counted), *common] for step in steps]
+        return _PlannedSteps(steps, maximum_count, complete)
+
+    def _bucket_transfers(self) -> tuple[list[list[PlannedTransfer]], list[PlannedTransfer]]:
+        """Return the transfers of buckets and replicas in each repeating step, and those of each update."""
+        deck, stage, recorder = self._deck, self._stage, self._recorder
+        # With ZeRO-0 and ZeRO-1, gradients are reduced once per step for any number of micro-batches.
+        schedule = all_forward_schedule(self._schedule, 1) if deck.layout.zero < 2 else self._schedule
+        local = deck.layout.local_steps
+        weights, period = PlannedWeights(stage), deck.layout.steps_between_syncs
+        length = sum(bucket.length for bucket in stage.buckets)
+        recorder.completed_share = lambda: sum(b.length for b in stage.buckets if b.is_final) / length
+        with META:
+            stage.replica_sync.begin(weights)
+        steps = []
+        for _ in range(2 * period):
+            recorder.take()
+            rehearse(stage, deck.memory.recompute, schedule, self._position.number)
+            gradient_transfers = recorder.take()
+            with META:
+                send_update_messages(stage.optimizer)
+                update_transfers = recorder.take()
+                weights.publish()
+                weights.updates += 1
+                gradient_transfers += recorder.take()
+                stage.replica_sync.after_update(weights)
+                replica_transfers = [
+                    each if each.start is None else each._replace(ahead=local.delay if local else 0)
+                    for each in recorder.take()
+                ]
+                stage.synchronizer.end_step(True, 1.0)
+            steps.append([*gradient_transfers, *replica_transfers])
+        return steps[period:], update_transfers
+
+    def _layer_transfers(self) -> list[PlannedTransfer] | None:
+        """Return the transfers of layers and of the pipeline in a step; None if layers need values to run."""
+        if self._deck.model.experts:
             return None
-    listener.take()
-    for each in stage.module_state.statistics_users:
-        each.after_update({})
-    return [*layer_transfers, *_by_axis(listener.take())]
+        if self._deck.model.module is not None:
+            return self._module_transfers()
+        is_local = all(self._mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
+        if is_local and not self._stage.module_state.statistics_users:
+            return []
+        return self._pass_transfers()
+
+    def _module_transfers(self) -> list[PlannedTransfer] | None:
+        """Return the transfers of a user's module; None if it cannot run without values.
+
+        They are those of its statistics, of pipeline stages, and of activations that tensor ranks split.
+        """
+        layer_transfers: list[PlannedTransfer] = []
+        if self._mesh.group("tensor").size > 1 or self._mesh.group("pipeline").size > 1:
+            try:
+                layer_transfers = self._pass_transfers()
+            except Exception:  # noqa: BLE001  (code of a user may raise any error without values)
+                return None
+        self._recorder.take()
+        for each in self._stage.module_state.statistics_users:
+            each.after_update({})
+        return [*layer_transfers, *_by_axis(self._recorder.take())]
+
+    def _pass_transfers(self) -> list[PlannedTransfer]:
+        """Return the transfers of layers and of the pipeline in a step, by axis.
+
+        They are extrapolated from those of one and of two micro-batches.
+        """
+        first, second = (self._transfers_of_passes(count) for count in (1, 2))
+        return [_extrapolate(first[axis], second[axis], self._schedule.micro_batches) for axis in first]
+
+    def _transfers_of_passes(self, passes: int) -> dict[str, PlannedTransfer]:
+        """Return the transfers of layers and of the pipeline in a number of micro-batches, by axis."""
+        self._recorder.take()
+        self._run_passes(all_forward_schedule(self._schedule, passes))
+        transfers = (each for each in self._recorder.take() if each.axis in LAYER_AXES)
+        return {transfer.axis: transfer for transfer in _by_axis(transfers)}
+
+    def _run_passes(self, schedule: Schedule) -> None:
+        """Run the forward and backward passes of a schedule with the pipeline executor of a run."""
+        deck, architecture, stage = self._deck, self._architecture, self._stage
+        objective, layer_context, passes = make_objective(deck), stage.layer_context, schedule.micro_batches
+        models: Sequence[Any] = stage.models
+        if deck.model.module is not None and layer_context.tensor.size == 1:
+            models = [SilentPart(part, len(objective.metrics)) for part in stage.models]
+        executor = Executor(
+            models,
+            self._mesh.group("pipeline"),
+            layer_context.weight_gradients,
+            self._mesh.ledger,
+            objective.metrics,
+            statistics=layer_context.statistics,
+        )
+        with META:
+            positions = context_positions(
+                layer_context.context, layer_context.context_form, architecture.sequence
+            )
+            tokens = torch.zeros((deck.batch.micro_size, architecture.sequence), dtype=torch.int64)
+            one = torch.ones(())
+            batch = PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
+            context: AbstractContextManager[object] = META
+            if isinstance(architecture, ModuleArchitecture):
+                inputs = example_inputs(architecture, deck.batch.micro_size)
+                batch, context = PreparedBatch(inputs, objective.loss_function(inputs, one)), simulated_host()
+            stage.synchronizer.start(passes)
+        with context, stage.pass_context(("rehearsed", passes)):
+            executor.run(schedule, [batch] * passes)
+        with META:
+            stage.synchronizer.finish()
+
+    def _exchange_transfers(self) -> list[PlannedTransfer]:
+        """Return the exchange with experts of other ranks if all experts have the same number of rows."""
+        models, actions = self._stage.models, self._schedule.stages[self._position.number]
+        parts = part_bytes(self._deck, models, False, self._deck.memory.recompute)
+        forwards = Counter(action.chunk for action in actions if action.kind == "F")
+        size = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
+        layers = (layer for part in models for layer in part.layers)
+        calls = 4 * forwards.total() * sum(layer.kind.name == "mixture" for layer in layers)
+        return [PlannedTransfer("expert", size, Traffic(size, size, calls))] if size else []
+
+    def _loss_transfers(self) -> list[PlannedTransfer]:
+        """Return the reductions over all ranks of token counts and metrics, as in `train/step.py`."""
+        deck, stage = self._deck, self._stage
+        metrics = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
+        metrics += len(count(self._architecture).auxiliary_loss_names) + stage.replica[1]
+        counts = [
+            (self._mesh.group("data"), 2),
+            (self.everyone, metrics),
+        ]  # predicted and real tokens, metrics
+        counts += [(self.everyone, 2)] if stage.synchronizer.norm_estimators else []
+        return [transfer for group, numbers in counts for transfer in _all_reduce_transfers(group, numbers)]
+
+    def _weight_maximum_transfers(self, counted: Collection[str]) -> list[PlannedTransfer]:
+        """Return the reductions of weight maxima at the beginning of a step, but for axes in `counted`."""
+        self._recorder.take()
+        stage = self._stage
+        products = products_in_8_bits(layer for model in stage.models for layer in model.layers)
+        with META, WeightMaxima(products, stage.buckets, stage.layer_context.tensor).provide_maxima():
+            return [each for each in _by_axis(self._recorder.take()) if each.axis not in counted]
 
 
-def _pass_transfers(
-    deck: Deck,
-    architecture: Architecture,
-    mesh: PlannedMesh,
-    stage: TrainedStage,
-    schedule: Schedule,
-    passes: int,
-    listener: _Listener,
-) -> list[PlannedTransfer]:
-    """Return the transfers of layers and of the pipeline in a number of micro-batches, by axis."""
-    first, second = (
-        _transfers_by_axis(deck, architecture, mesh, stage, all_forward_schedule(schedule, count), listener)
-        for count in (1, 2)
-    )
-    return [_extrapolate(first[axis], second[axis], passes) for axis in first]
-
-
-def _transfers_by_axis(
-    deck: Deck,
-    architecture: Architecture,
-    mesh: PlannedMesh,
-    stage: TrainedStage,
-    schedule: Schedule,
-    listener: _Listener,
-) -> dict[str, PlannedTransfer]:
-    """Return the transfers of layers and of the pipeline in the micro-batches of a schedule, by axis."""
-    listener.take()
-    _run_step(deck, architecture, mesh, stage, schedule, schedule.micro_batches)
-    return {transfer.axis: transfer for transfer in _by_axis(m for m in listener.take() if m.axis in LAYERS)}
-
-
-def all_forward_schedule(schedule: Schedule, passes: int) -> Schedule:
-    """Return a schedule with all forward passes, then all backward passes of some micro-batches.
+def all_forward_schedule(schedule: Schedule, passes: int, backward: Sequence[Kind] = ("B",)) -> Schedule:
+    """Return a schedule of all forward passes, then all backward passes, of some micro-batches.
 
     Each micro-batch sends as much as with the given schedule.
+
+    Args:
+        schedule: Schedule with the number of stages and the placement of parts.
+        passes: Number of micro-batches.
+        backward: Actions of a backward pass: "B", or "I" and "W" if weight gradients are deferred.
     """
     chunks, some = range(schedule.chunks), range(passes)
-    forward = tuple(Action("F", micro, chunk) for micro in some for chunk in chunks)
-    backward = tuple(Action("B", micro, chunk) for micro in some for chunk in reversed(chunks))
-    return Schedule((forward + backward,) * schedule.stage_count, "planned", schedule.placement)
-
-
-def _run_step(
-    deck: Deck,
-    architecture: Architecture,
-    mesh: PlannedMesh,
-    stage: TrainedStage,
-    schedule: Schedule,
-    passes: int,
-) -> None:
-    """Run the forward and backward passes of a step with the pipeline executor of a run."""
-    objective, layer_context, size = (
-        make_objective(deck),
-        stage.layer_context,
-        (deck.batch.micro_size, architecture.sequence),
-    )
-    models: Sequence[Any] = stage.models
-    if deck.model.module is not None and layer_context.tensor.size == 1:
-        models = [SilentPart(part, len(objective.metrics)) for part in stage.models]
-    executor = Executor(
-        models,
-        mesh.group("pipeline"),
-        layer_context.weight_gradients,
-        mesh.ledger,
-        objective.metrics,
-        statistics=layer_context.statistics,
-    )
-    with META:
-        positions = context_positions(
-            layer_context.context, layer_context.context_form, architecture.sequence
-        )
-        tokens = torch.zeros(size, dtype=torch.int64)
-        one = torch.ones(())
-        batch = PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
-        context: AbstractContextManager[object] = META
-        if isinstance(architecture, ModuleArchitecture):
-            inputs = example_inputs(architecture, deck.batch.micro_size)
-            batch, context = PreparedBatch(inputs, objective.loss_function(inputs, one)), simulated_host()
-        stage.synchronizer.start(passes)
-    with context, stage.pass_context(("rehearsed", passes)):
-        executor.run(schedule, [batch] * passes)
-    with META:
-        stage.synchronizer.finish()
+    actions = [Action("F", micro, chunk) for micro in some for chunk in chunks]
+    actions += [
+        Action(kind, micro, chunk) for micro in some for chunk in reversed(chunks) for kind in backward
+    ]
+    return Schedule((tuple(actions),) * schedule.stage_count, "planned", schedule.placement)
 
 
 def _by_axis(transfers: Iterable[PlannedTransfer]) -> list[PlannedTransfer]:
@@ -426,30 +457,6 @@ def _extrapolate(first: PlannedTransfer, second: PlannedTransfer, passes: int) -
     )
 
 
-def _exchange_transfers(
-    deck: Deck, stage: TrainedStage, schedule: Schedule, number: int
-) -> list[PlannedTransfer]:
-    """Return the exchange with experts of other ranks if all experts have the same number of rows."""
-    parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
-    forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
-    exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
-    layers = (layer for part in stage.models for layer in part.layers)
-    calls = 4 * forwards.total() * sum(layer.kind.name == "mixture" for layer in layers)
-    return [PlannedTransfer("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
-
-
-def _loss_transfers(
-    deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage
-) -> list[PlannedTransfer]:
-    """Return the reductions over all ranks of token counts and metrics, as in `train/step.py`."""
-    own_metrics = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
-    numbers = len(count(architecture).auxiliary_loss_names) + own_metrics + stage.replica[1]
-    everyone = mesh.group(*EVERYONE)
-    sums = [(mesh.group("data"), 2), (everyone, numbers)]  # predicted and real tokens, then numbers
-    sums += [(everyone, 2)] if stage.synchronizer.norm_estimators else []
-    return [transfer for group, numbers in sums for transfer in _all_reduce_transfers(group, numbers)]
-
-
 def _all_reduce_transfers(group: Group, numbers: int) -> list[PlannedTransfer]:
     """Return the transfers of an all-reduce of some fp64 numbers."""
     if group.size == 1 or not numbers:
@@ -458,13 +465,3 @@ def _all_reduce_transfers(group: Group, numbers: int) -> list[PlannedTransfer]:
     call = Call("all_reduce", tensor, tensor)
     name = group.name if len(group.axes) == 1 else "world"
     return [PlannedTransfer(name, call.payload, traffic_of(call, group.rank, group.size))]
-
-
-def _weight_maximum_transfers(
-    stage: TrainedStage, listener: _Listener, counted: Collection[str]
-) -> list[PlannedTransfer]:
-    """Return the reductions of weight maxima at the beginning of a step, but for axes in `counted`."""
-    listener.take()
-    products = products_in_8_bits(layer for model in stage.models for layer in model.layers)
-    with META, WeightMaxima(products, stage.buckets, stage.layer_context.tensor).provide_maxima():
-        return [transfer for transfer in _by_axis(listener.take()) if transfer.axis not in counted]

@@ -22,19 +22,16 @@ from hpctrain.engine.stages.planned_stage import PipelinePosition
 from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.host.device import device_kind
 from hpctrain.host.topology import ranks_per_node_of
-from hpctrain.model.construction import bare_model
-from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.step_statistics import Reduction
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.rehearse.bucket_shares import BucketShares
 from hpctrain.plan.rehearse.call_recorder import NamedGroup, membership
 from hpctrain.plan.rehearse.meta_op_cache import MetaOpCache
 from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.rank_signature import SignatureSearch, folds_of
 from hpctrain.plan.rehearse.rank_step import RankStep
-from hpctrain.plan.traffic_plan import all_forward_schedule, steady
+from hpctrain.plan.traffic_plan import all_forward_schedule, stage_kinds, without_warmup
 
 Progress = Callable[[str], None]
 
@@ -68,7 +65,7 @@ class RankProgrammes:
 
     def __post_init__(self) -> None:
         # Compiled functions cannot run without values. The functions of torch make the same calls.
-        self.deck = steady(self.deck).with_keys(machine={"compile": False})
+        self.deck = without_warmup(self.deck).with_keys(machine={"compile": False})
         self.sizes = axis_sizes(self.deck, self.ranks)
         self.shape = ModelShape.of(self.deck, self.vocabulary)
         placement = place_by_flops(self.deck, self.shape, self.sizes["data"])
@@ -83,14 +80,7 @@ class RankProgrammes:
     @cached_property
     def kinds(self) -> list[object]:
         """Kind of each stage, by its layers. Stages of the same kind make the same calls in an action."""
-        layers = [layer.kind for layer in blocks_of(bare_model(self.shape))]
-        kinds: list[object] = []
-        for number in range(self.schedule.stage_count):
-            spans = layer_ranges(self.schedule, self.split, number)
-            ends = number in {0, self.schedule.stage_count - 1} or self.deck.model.has_frozen_parameters
-            parts = tuple((*layers[s.first : s.last], s.has_embedding, s.has_head) for s in spans)
-            kinds.append((ends and number, parts))
-        return kinds
+        return stage_kinds(self.deck, self.shape, self.schedule, self.split)
 
     def job(self, progress: Progress = lambda _: None) -> StepProgrammes:
         """Return the programmes of all ranks, generated once for ranks that make the same calls."""

@@ -35,6 +35,8 @@ from hpctrain.plan.update_messages import send_update_messages
 
 RECORDED_MICRO_BATCHES = 2
 """Number of recorded micro-batches: the first, and one that stands for all others."""
+_ACTION_KINDS: tuple[tuple[Kind, ...], ...] = (("F", "B"), ("F", "I", "W"))
+"""Kinds of actions of recorded schedules, without and with deferred weight gradients."""
 
 
 class RankStep:
@@ -103,9 +105,9 @@ class RankStep:
     def _record_operations(self, schedule: Schedule) -> RecordedOperations:
         """Record the operations of the layers of the stage in simple schedules."""
         operations, stage = RecordedOperations(), self.stage
-        halved = any(action.kind == "I" for actions in schedule.stages for action in actions)
-        for kinds in ("FB", "FIW") if halved else ("FB",):
-            steps = plain_of(schedule, RECORDED_MICRO_BATCHES, kinds)
+        has_deferred = any(action.kind == "I" for actions in schedule.stages for action in actions)
+        for kinds in _ACTION_KINDS if has_deferred else _ACTION_KINDS[:1]:
+            steps = all_forward_schedule(schedule, RECORDED_MICRO_BATCHES, kinds[1:])
             timeline = OperationRecorder(self.recorder, steps, operations)
             executor = self._executor(stage.models, self.mesh, stage.layer_context.statistics)
             operations.forget("F")
@@ -225,8 +227,8 @@ class RankStep:
         }
         for place, event in enumerate(recorder.events[first:], first):
             if event.operation == RECEIVE and event.group == "pipeline":
-                come = next(orders[event.step])
-                what = message_name("F" if come.kind == "F" else "B", come.micro_batch, come.chunk)
+                sent = next(orders[event.step])
+                what = message_name("F" if sent.kind == "F" else "B", sent.micro_batch, sent.chunk)
                 recorder.events[place] = replace(event, what=what)
 
     def _executor(
@@ -271,18 +273,3 @@ class _Labels:
 def message_name(kind: Kind, micro_batch: int, chunk: int) -> str:
     """Return the name of the content of a message: the action that needs it."""
     return str(Action(kind, micro_batch, chunk))
-
-
-def plain_of(schedule: Schedule, passes: int, kinds: str) -> Schedule:
-    """Return a schedule of all forward passes, then all backward passes.
-
-    Args:
-        schedule: Schedule of the job.
-        passes: Number of micro-batches.
-        kinds: "FB", or "FIW" if a backward pass is split into input and weight gradients.
-    """
-    chunks, some = range(schedule.chunks), range(passes)
-    actions = [Action("F", micro, chunk) for micro in some for chunk in chunks]
-    behind: tuple[Kind, ...] = ("B",) if kinds == "FB" else ("I", "W")
-    actions += [Action(kind, micro, chunk) for micro in some for chunk in reversed(chunks) for kind in behind]
-    return Schedule((tuple(actions),) * schedule.stage_count, "recorded", schedule.placement)
