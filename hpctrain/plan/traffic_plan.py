@@ -395,10 +395,8 @@ class _RehearsedStage:
         deck, stage = self._deck, self._stage
         metrics = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
         metrics += len(count(self._architecture).auxiliary_loss_names) + stage.replica[1]
-        counts = [
-            (self._mesh.group("data"), 2),
-            (self.everyone, metrics),
-        ]  # predicted and real tokens, metrics
+        # The first reduction has the numbers of predicted and of real tokens.
+        counts = [(self._mesh.group("data"), 2), (self.everyone, metrics)]
         counts += [(self.everyone, 2)] if stage.synchronizer.norm_estimators else []
         return [transfer for group, numbers in counts for transfer in _all_reduce_transfers(group, numbers)]
 
