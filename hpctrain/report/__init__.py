@@ -1,1 +1,1 @@
-"""Floor 5, looking back: the rows of a run and the pictures made from them."""
+"""Reports about runs: metrics, plots, traces, HTML pages, and the contents of checkpoints and token files."""

@@ -40,13 +40,13 @@ _KEYS: Mapping[Cost, tuple[str, str]] = {
 _DECK = "deck.toml"
 _NAMING = frozenset({"run.title", "run.dir"})
 _LETTERS, _INCHES_OF_ROW = 90, 0.25
-"""Characters of a row of a legend, and its height."""
+"""Largest number of characters of a line of the legend, and the height of such a line."""
 
 _MOST = 1e30
 """Largest cost of a step that counts as a measurement."""
 
 _SPREAD = 10
-"""Ratio of the runs' totals from which on the axis is logarithmic."""
+"""Ratio of the largest to the smallest total cost of the runs above which the cost axis is logarithmic."""
 
 
 def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, log_loss: bool) -> Path:
@@ -66,12 +66,12 @@ def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, 
     """
     run_dirs = distinct(run_dirs)
     runs = load_runs(run_dirs)
-    told = labels(run_dirs)
-    runs = [replace(run, name=label or run.name) for run, label in zip(runs, told, strict=True)]
+    names = (label or run.name for run, label in zip(runs, labels(run_dirs), strict=True))
+    runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     key, _ = _KEYS[cost]
-    lacking = [why for folder, run in zip(run_dirs, runs, strict=True) if (why := _undrawn(folder, run, key))]
-    if lacking:
-        raise InputOutputError(lacking)
+    problems = [_cost_problem(folder, run, key) for folder, run in zip(run_dirs, runs, strict=True)]
+    if any(problems):
+        raise InputOutputError([problem for problem in problems if problem])
     folder = out_dir if out_dir is not None else (run_dirs[0] if len(runs) == 1 else Path()) / "plots"
     path = folder / f"loss_against_{cost}.png"
     with failing_as(f"{folder}: pictures cannot be written"), drawing():
@@ -81,18 +81,18 @@ def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, 
     return path
 
 
-def _undrawn(folder: Path, run: PlottedRun, key: str) -> str:
-    """Return why a run cannot be drawn; "" if it can."""
+def _cost_problem(folder: Path, run: PlottedRun, key: str) -> str:
+    """Return why the costs of a run cannot be drawn; "" if they can."""
     if not any(key in row for row in run.rows):
-        return f"{folder}: its metrics have no {key}; a run by this version writes them"
+        return f"{folder}: its metrics have no {key}, which runs of this version record"
     for row in run.rows:
         value = row.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
-            told = "no" if value is None else "no number that could be its"
-            return f"{folder}: step {row['step']} has {told} {key}, so that what follows has an unknown cost"
+            problem = "no" if value is None else "an invalid"
+            return f"{folder}: step {row['step']} has {problem} {key}, so the cost of later steps is unknown"
     if any(row[key] for row in run.rows):
         return ""
-    return f"{folder}: sent no bytes, so that --against bytes has nothing to draw"
+    return f"{folder}: the run sent no bytes, so --against bytes cannot draw it"
 
 
 def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = False) -> Figure:
@@ -103,10 +103,10 @@ def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = Fal
     figure, (axes,) = make_figure(f"Loss against {cost}", ["loss (nats per token; points: held out)"], runs)
     totals = []
     for index, run in enumerate(runs):
-        spent = spent_until(run, key)
-        totals.append(max(spent.values()))
-        draw_curve(axes, _against(run, "loss", spent), index, run.label, "mean")
-        held_out = _against(run, "validation_loss", spent)
+        costs = cumulative_costs(run, key)
+        totals.append(max(costs.values()))
+        draw_curve(axes, _against(run, "loss", costs), index, run.label, "mean")
+        held_out = _against(run, "validation_loss", costs)
         style: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4, "linewidth": 1.2}
         if len(held_out[0]):
             axes.plot(*held_out, color=f"C{index}", **style)
@@ -128,20 +128,20 @@ def _legend_below(figure: Figure) -> None:
     (axes,) = figure.axes
     curves, names = axes.get_legend_handles_labels()
     if len(names) > 1:
-        told = [fill(name, _LETTERS, subsequent_indent="  ") for name in names]
-        rows = sum(each.count("\n") + 1 for each in told)
+        entries = [fill(name, _LETTERS, subsequent_indent="  ") for name in names]
+        rows = sum(each.count("\n") + 1 for each in entries)
         figure.set_figheight(figure.get_figheight() + _INCHES_OF_ROW * rows)
-        figure.legend(curves, told, loc="outside lower left", fontsize=10, frameon=False)
+        figure.legend(curves, entries, loc="outside lower left", fontsize=10, frameon=False)
 
 
-def spent_until(run: PlottedRun, key: str) -> dict[int, float]:
+def cumulative_costs(run: PlottedRun, key: str) -> dict[int, float]:
     """Return the sum of a run's costs up to each step, by step."""
-    spent: dict[int, float] = {}
+    costs: dict[int, float] = {}
     total = 0.0
     for row in run.rows:
         total += row[key]
-        spent[row["step"]] = total
-    return spent
+        costs[row["step"]] = total
+    return costs
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
@@ -180,6 +180,7 @@ def _keys(path: Path) -> dict[str, object]:
     return {f"{section}.{name}": value for section, table in tables for name, value in table.items()}
 
 
-def _against(run: PlottedRun, key: str, spent: Mapping[int, float]) -> tuple[Array, Array]:
+def _against(run: PlottedRun, key: str, costs: Mapping[int, float]) -> tuple[Array, Array]:
+    """Return the costs up to the steps with a metric, and the values of the metric, both [points]."""
     steps, values = run.series(key)
-    return np.array([spent[int(step)] for step in steps], dtype=np.float64), values
+    return np.array([costs[int(step)] for step in steps], dtype=np.float64), values

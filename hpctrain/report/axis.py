@@ -15,35 +15,35 @@ _MOST = 1e30
 """Largest value of a row that counts as a measurement."""
 
 
-def places(rows: Sequence[Row], axis: XAxis) -> dict[int, float]:
-    """Return the places of steps on an axis, by step.
+def axis_positions(rows: Sequence[Row], axis: XAxis) -> dict[int, float]:
+    """Return the position of each step on an axis, by step.
 
-    These are the tokens or the seconds of all steps up to the step. Steps without such a value have no place.
-    For seconds, neither have later ones.
+    It is the number of the step, or the tokens or the seconds of all steps up to it. Steps without such a
+    value have no position. For seconds, the steps after them have none either.
     """
-    steps: dict[int, float] = {}
+    positions: dict[int, float] = {}
     total = 0.0
     for row in rows:
         if axis == "steps":
-            steps[row["step"]] = row["step"]
+            positions[row["step"]] = row["step"]
             continue
-        value = measured(row.get("tokens" if axis == "tokens" else "seconds"))
+        value = valid_measurement(row.get("tokens" if axis == "tokens" else "seconds"))
         if value is None and axis == "time":
             break
         if value is not None:
             total = value if axis == "tokens" else total + value
-            steps[row["step"]] = total
-    return steps
+            positions[row["step"]] = total
+    return positions
 
 
-def lacking(rows: Sequence[Row], axis: XAxis) -> str:
-    """Return the key of an axis that a run's metrics lack; "" if its first row has a place."""
+def missing_axis_key(rows: Sequence[Row], axis: XAxis) -> str:
+    """Return the key of an axis that the first row of a run's metrics lacks; "" if it lacks none."""
     key = "tokens" if axis == "tokens" else "seconds"
-    return "" if axis == "steps" or not rows or rows[0]["step"] in places(rows[:1], axis) else key
+    return "" if axis == "steps" or not rows or rows[0]["step"] in axis_positions(rows[:1], axis) else key
 
 
-def measured(value: object) -> float | None:
-    """Return a value if it is a number from 0 on that can be a measurement, else None."""
+def valid_measurement(value: object) -> float | None:
+    """Return a value as a float if it is a finite number from 0 to 1e30, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
         return None
     return float(value) if isfinite(value) else None

@@ -42,7 +42,7 @@ def bad_samples(structure: CheckpointIndex, trust: CodeTrust) -> list[dict[str, 
         trust: Decision whether the data set that the deck names may be called.
 
     Raises:
-        HpctrainError: The token files have changed. Among others as in TokenFile and `dataset_of`.
+        HpctrainError: The token files have changed; otherwise as in TokenFile and `dataset_of`.
     """
     spikes = recorded_spikes(structure.state)
     if not spikes:
@@ -66,8 +66,8 @@ class _Samples:
             before, now = structure.state.get("corpus"), trained.description()
             if isinstance(before, Mapping) and any(before.get(name) != now[name] for name in now):
                 key = "data.mixture" if self.mixture else "data.tokens"
-                other = f"other tokens lie there now than {structure.path} was trained on"
-                raise HpctrainError(f"{key}: {other}, so that nobody can tell which samples were left out")
+                changed = f"the token files have changed since {structure.path} was trained"
+                raise HpctrainError(f"{key}: {changed}, so the skipped samples are unknown")
             self.tokenizer, batches = trained.tokens[0].tokenizer, trained.train
             assert isinstance(batches.source, SequenceSource) and batches.order is not None
             self.source, self.order = batches.source, batches.order
@@ -117,7 +117,12 @@ class _PromptOrder(SampleOrder):
 
 
 def bad_samples_text(spikes: list[dict[str, Any]], width: int | None) -> list[str]:
-    """Return the lines that a terminal shows."""
+    """Return the result of `bad_samples` as lines of text.
+
+    Args:
+        spikes: Result of `bad_samples`.
+        width: Width of the terminal in characters; None for lines of any length.
+    """
     if not spikes:
         return ["No sample was skipped because of a spike."]
     lines = []

@@ -147,7 +147,11 @@ def _more(count: int) -> list[str]:
 
 
 def _keys(structure: CheckpointIndex) -> dict[str, object]:
-    """Return the values of a stored deck by "section.key"; of an invalid one what it has, or its text."""
+    """Return the values of a stored deck by "section.key".
+
+    If the deck is not valid, these are the values that its TOML gives, or its text under "deck" if it is not
+    TOML.
+    """
     text = structure.state.get("deck")
     if not isinstance(text, str):
         return {}
@@ -174,7 +178,7 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def _state(state: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values of a state without deck, long texts and what differs in any two runs."""
+    """Return the values of a state without its deck, long texts, and values that differ in any two runs."""
     facts = {name: value for name, value in state.items() if name not in _IGNORED_STATE}
     facts |= {"versions": state.get("versions", {})}
     return _flat(facts | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else facts)

@@ -33,7 +33,7 @@ def require_picture_suffix(path: Path) -> None:
         HpctrainError: It is not that of a picture.
     """
     if path.suffix.lower() not in ENDINGS:
-        raise HpctrainError(f"{path}: is to be a picture: its name must end with {either(ENDINGS)}")
+        raise HpctrainError(f"{path}: the name of a picture must end with {either(ENDINGS)}")
 
 
 def write_figure(path: Path, draw: Callable[[], Figure]) -> None:

@@ -93,12 +93,12 @@ class _Ruler:
         """
         spans = [cell.end - cell.start for row in rows for cell in row]
         total = max((cell.end for row in rows for cell in row), default=0.0)
-        # Cells far shorter than the rest may go unlabelled: they must not stretch the whole.
+        # Cells that are far shorter than the others may have no label. Otherwise the grid would be too wide.
         longest = max(spans, default=0.0)
         short = min((span for span in spans if span > 0 and span >= longest / 4), default=1.0)
         letters = max((len(label) for row in labels for label in row), default=1)
         numbers_only = all(label.isdecimal() for row in labels for label in row)
-        least = letters + (numbers_only and letters > 1)  # 10 and 11 side by side would read as 1011
+        least = letters + (numbers_only and letters > 1)  # 10 and 11 without a gap would look like 1011
         most = letters + (2 if numbers_only else 1)
         wide = available * short / total if total else most
         cramped = numbers_only and 1 <= wide < least

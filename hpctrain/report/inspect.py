@@ -166,9 +166,9 @@ def _inspect_samples(group: Group, target: Path, options: InspectOptions, show: 
 def _inspect_folder(group: Group, target: Path, options: InspectOptions, show: Callable[[str], None]) -> int:
     """Show a table of the checkpoints, newest first, and return the exit code.
 
-    A file is good if all its data matches, readable if only its structure was read, or damaged. The newest
-    one that is not damaged is marked, and that to which the link `best` leads, with the loss of an evaluation
-    that made it that.
+    A file is "good" if all its data matches its checksums, "readable" if only its structure was read, or
+    "damaged". The table marks the newest file that is not damaged, and the file to which the link `best`
+    leads, with the evaluation loss for which it is the best.
     """
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
     paths = list_checkpoints(folder, group)
@@ -191,7 +191,7 @@ def _inspect_folder(group: Group, target: Path, options: InspectOptions, show: C
             row["loss"] = recorded[-1].loss if recorded else None
             by_file[path.name] = loss_text(row["loss"]) if recorded else ""
             if path.name == best:
-                row["evaluated"] = _evaluated(structure.state, row["step"])
+                row["evaluated"] = _best_loss(structure.state, row["step"])
         with raise_on_all_ranks(group):
             if group.rank == 0 and path.exists():
                 status = path.stat()
@@ -216,8 +216,8 @@ def _inspect_folder(group: Group, target: Path, options: InspectOptions, show: C
     return EXIT_INPUT_OUTPUT if damaged else EXIT_DONE
 
 
-def _evaluated(state: Mapping[str, Any], step: object) -> dict[str, Any] | None:
-    """Return the loss for which a checkpoint is the best, and its set; None if the checkpoint has none."""
+def _best_loss(state: Mapping[str, Any], step: object) -> dict[str, Any] | None:
+    """Return the evaluation loss for which a checkpoint is the best, and the evaluation set; None without."""
     record = state.get(BEST)
     if not isinstance(record, dict) or record.get("kept") != step:
         return None
@@ -241,8 +241,9 @@ def _folder_text(
         if row["file"] == best:
             evaluated = row.get("evaluated")
             marks.append(f"best ({evaluated['of']} {evaluated['loss']:.4f})" if evaluated else "best")
-        told = row["written"].replace("T", " ").removesuffix("Z"), by_file.get(row["file"], "")
-        cells.append((row["file"], str(row["step"]), format_bytes(row["bytes"]), *told, ", ".join(marks)))
+        written = row["written"].replace("T", " ").removesuffix("Z")
+        numbers = str(row["step"]), format_bytes(row["bytes"]), written, by_file.get(row["file"], "")
+        cells.append((row["file"], *numbers, ", ".join(marks)))
     problems = [f"{row['file']}: {problem}" for row in rows for problem in row["problems"]]
     if best and best not in (row["file"] for row in rows):
         problems.append(f"{BEST}: is a link to {escaped(best)}, which does not exist")

@@ -95,7 +95,7 @@ def _heat(
     rows = np.arange(len(blocks) + 1) - 0.5
     style: dict[str, Any] = {"cmap": colours, "vmin": span[0], "vmax": span[1], "rasterized": True}
     mesh = axes.pcolormesh(edges, rows, np.ma.masked_invalid(values), **style)
-    axes.set_facecolor("#bbbbbb")  # what was not finite
+    axes.set_facecolor("#bbbbbb")  # colour of cells whose value is not finite
     axes.invert_yaxis()
     axes.set_ylabel("block", fontsize=12)
     shown = range(0, len(blocks), -(-len(blocks) // 16))

@@ -19,7 +19,8 @@ from hpctrain.files import open_regular, parse_json
 from hpctrain.report.metric_rows import Row
 
 LOG_FILE = "log.txt"
-FAULTS_FILE = "faults.jsonl"  # silent faults that were found
+FAULTS_FILE = "faults.jsonl"
+"""File of the silent faults that a run has found."""
 
 MarkKind = Literal["resumed", "skipped", "spike", "went back", "fault"]
 KINDS: tuple[MarkKind, ...] = ("resumed", "went back", "spike", "skipped", "fault")
@@ -35,10 +36,10 @@ MOST_LINES = 5000
 MOST_FAULTS = 2000
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) +(.*)", re.DOTALL)
-_GOES_ON = re.compile(
-    r"(?:resumes|goes on) from (.*) at step (\d{1,15})"
-)  # logs of earlier versions have the latter
-_TELLING = re.compile(rb" (WARNING|ERROR|CRITICAL) |(resumes|goes on) from .* at step \d")
+# Logs of earlier versions have "goes on" in place of "resumes".
+_RESUMES = re.compile(r"(?:resumes|goes on) from (.*) at step (\d{1,15})")
+_REPORTED = re.compile(rb" (WARNING|ERROR|CRITICAL) |(resumes|goes on) from .* at step \d")
+"""Pattern of the lines of a log that a report shows."""
 _MOST_STEPS = 1 << 53
 
 
@@ -74,7 +75,7 @@ class LogLine:
     @property
     def resumed_at(self) -> int | None:
         """Step from which the run was resumed according to this line; None for other lines."""
-        found = _GOES_ON.fullmatch(self.text)
+        found = _RESUMES.fullmatch(self.text)
         return int(found[2]) if found else None
 
 
@@ -114,7 +115,7 @@ def read_log(path: Path, most: int = MOST_LINES) -> list[LogLine]:
     with failing_as(f"{path}: cannot be read"):
         if not os.path.lexists(path):
             return []
-        lines = [line for raw in _ends(path) if _TELLING.search(raw) and (line := _line(raw)) is not None]
+        lines = [line for raw in _ends(path) if _REPORTED.search(raw) and (line := _line(raw)) is not None]
     return lines[-most:]
 
 

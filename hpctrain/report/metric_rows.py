@@ -48,7 +48,7 @@ def scan_metrics(path: Path) -> Iterator[tuple[bytes, Row | None]]:
 
 
 def _parse(line: bytes) -> Row | None:
-    # A line without its end is torn even if it parses: `12` may have been `123`.
+    # A line without a line break is incomplete even if it is valid JSON: `12` may be the start of `123`.
     if not line.endswith(b"\n"):
         return None
     try:

@@ -14,8 +14,8 @@ ON_LIGHT: Sequence[str] = (
     "#cc79a7",  # reddish purple
     "#e69f00",  # orange
     "#56b4e9",  # sky blue
-    "#4d4d4d",  # in place of black, beside the black of axes
-    "#a89a00",  # yellow, darker, that it is seen on white
+    "#4d4d4d",  # in place of black, which is the colour of the axes
+    "#a89a00",  # darker than the original yellow, which is hard to see on white
 )
 
 ON_DARK: Sequence[str] = (

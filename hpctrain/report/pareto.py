@@ -63,16 +63,16 @@ def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: s
         f"{number}: {each.label} ({format_seconds(each.seconds)}, {format_bytes(each.bytes)})"
         for number, each in enumerate(named, 1)
     ]
-    told = [fill(drawable(each), _LETTERS, subsequent_indent="     ") for each in words]
-    rows = sum(each.count("\n") + 1 for each in told)
+    entries = [fill(drawable(each), _LETTERS, subsequent_indent="     ") for each in words]
+    rows = sum(each.count("\n") + 1 for each in entries)
     figure = Figure(figsize=(_INCHES[0], _INCHES[1] + _INCHES_OF_ROW * (rows + 1)), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(drawable(title), fontsize=14, loc="left", pad=26)
-    others = [each for each in candidates if each.fits and each not in best]
-    lacking = [each for each in candidates if not each.fits]
+    fitting = [each for each in candidates if each.fits and each not in best]
+    too_large = [each for each in candidates if not each.fits]
     for group, style in (
-        (others, {"marker": "o", "color": "#56b4e9", "s": 28, "label": "fits"}),
-        (lacking, {"marker": "x", "color": "#d55e00", "s": 30, "label": "does not fit"}),
+        (fitting, {"marker": "o", "color": "#56b4e9", "s": 28, "label": "fits"}),
+        (too_large, {"marker": "x", "color": "#d55e00", "s": 30, "label": "does not fit"}),
     ):
         if group:
             marks: dict[str, Any] = dict(style)
@@ -95,7 +95,7 @@ def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: s
         )
     least, most = min(each.bytes for each in candidates), max(each.bytes for each in candidates)
     apart = (most - least) or most
-    # From nothing on, unless all would stand at one edge.
+    # The axis begins at 0, unless all candidates would then be at its right end.
     axes.set_xlim(0 if least < most / 2 else least - 0.1 * apart, most + 0.06 * apart)
     axes.margins(y=0.12)
     axes.set_xlabel("largest memory per rank", fontsize=12)
@@ -108,8 +108,8 @@ def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: s
     axes.spines[["top", "right"]].set_visible(False)
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 4, "frameon": False, "fontsize": 9}
     axes.legend(borderaxespad=0.2, columnspacing=1.2, handletextpad=0.4, **place)
-    if told:
-        figure.supxlabel("\n".join(told), x=0.02, ha="left", fontsize=9)
+    if entries:
+        figure.supxlabel("\n".join(entries), x=0.02, ha="left", fontsize=9)
     return figure
 
 

@@ -175,7 +175,7 @@ def add_legend(figure: Figure, schedule: Schedule, *, is_complete: bool = True) 
 
     kinds, chunks = kinds_of(schedule), range(schedule.chunks)
     entries = [(kind, chunk) for kind in kinds for chunk in chunks]
-    if len(entries) > 12:  # the first and the last shade are enough to read the rest
+    if len(entries) > 12:  # the shades of other chunks are between those of the first and the last one
         entries = [(kind, chunk) for kind in kinds for chunk in (0, chunks[-1])]
     patches = []
     for kind, chunk in entries:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import distinct
-from hpctrain.report.axis import XAxis, lacking, places
+from hpctrain.report.axis import XAxis, axis_positions, missing_axis_key
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.eight_bits import draw_losses
 from hpctrain.report.fonts import drawable, drawing
@@ -34,7 +34,7 @@ Average = Literal["mean", "median"]
 _INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 150
 LEARNED = {"reward": "reward of an answer", "accuracy": "share of pairs"}
-"""Metrics that show better than the loss what was learned, if the objective has them, and their units."""
+"""Metrics of some objectives that show progress better than the loss, and their units."""
 
 _POINTS_UNSMOOTHED = 200
 _POINTS_DRAWN = 20_000
@@ -67,8 +67,8 @@ class PlottedRun:
         return drawable(self.name) + " (emulated link)" * slowed
 
     def series(self, key: str) -> tuple[Array, Array]:
-        """Return places on the axis and values of the rows with a number for `key`, both [points]."""
-        at = self.places
+        """Return positions on the axis and values of the rows with a number for `key`, both [points]."""
+        at = self.positions
         points = [
             (at[row["step"]], row[key])
             for row in self.rows
@@ -79,20 +79,20 @@ class PlottedRun:
         return table[:, 0], table[:, 1]
 
     @cached_property
-    def places(self) -> dict[int, float]:
-        """Place of each step on the axis."""
-        return places(self.rows, self.axis)
+    def positions(self) -> dict[int, float]:
+        """Position of each step on the axis."""
+        return axis_positions(self.rows, self.axis)
 
     def skipped(self) -> Array:
-        """Places of skipped steps, [skipped steps]."""
+        """Return the positions of skipped steps, [skipped steps]."""
         return self._at(row["step"] for row in self.rows if row.get("skipped"))
 
     def marked(self, kind: str) -> Array:
-        """Return the places of the events of a kind, [marks]."""
+        """Return the positions of the events of a kind, [marks]."""
         return self._at(mark.step for mark in self.marks if mark.kind == kind)
 
     def _at(self, steps: Iterable[int]) -> Array:
-        return np.array([self.places[step] for step in steps if step in self.places], dtype=np.float64)
+        return np.array([self.positions[step] for step in steps if step in self.positions], dtype=np.float64)
 
 
 def plot_runs(
@@ -165,7 +165,7 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
                 continue
             if not tables[-1]:
                 problems.append(f"{path}: has no step yet")
-            elif key := lacking(tables[-1], axis):
+            elif key := missing_axis_key(tables[-1], axis):
                 problems.append(f"{path}: its first row has no {key}; use --x steps")
     if problems:
         raise (InputOutputError if unreadable else HpctrainError)(problems)
@@ -288,7 +288,7 @@ def _grad_norm(runs: Sequence[PlottedRun]) -> Figure:
         draw_curve(axes, (steps, norms), index, run.label if len(runs) > 1 else "gradient norm")
         if len(norms) and (norms > 0).all():
             spread = max(spread, norms.max() / np.median(norms))
-    if spread > 20:  # one spike would press all else flat
+    if spread > 20:  # on a linear axis, one spike would flatten the rest of the curve
         logarithmic(axes)
     mark_events(axes, runs)
     add_legend(axes)
@@ -366,7 +366,8 @@ def smoothed(
     take = np.mean if average == "mean" else np.median
     smooth = []
     for centre in centres:
-        # Symmetric at the start, which is steep; at the end what came before counts on, lest it flicker.
+        # At the start, where curves are steep, the window is symmetric. At the end it keeps all values before
+        # the centre: a window of few values would make the curve fluctuate.
         left = min(centre, window // 2)
         right = min(last - centre, left)
         smooth.append(take(values[centre - left : centre + right + 1]))

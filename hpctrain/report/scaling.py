@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, and darker ones between them: neighbours differ in lightness, too.
+# Colours of Okabe and Ito, and others between them, so that neighbors also differ in lightness.
 _COLOURS = (
     *("#0072b2", "#56b4e9", "#b8def5", "#e69f00", "#009e73", "#f0e442", "#cc79a7"),
     *("#d55e00", "#c8c8c8", "#332288", "#882255", "#6e6e6e", "#000000"),
 )
 _LEAST = 0.01
-"""Share of a step below which causes are drawn as one."""
+"""Share of the step time below which causes are drawn together as "other"."""
 
 _REST = "other (less than 1% each)"
 _INCHES_HIGH, _INCHES_OF_BAR, _INCHES_LEGEND = 5.0, 0.7, 4.2

@@ -51,7 +51,7 @@ def metrics(run: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     if path.is_dir():
         path /= METRICS_FILE
         if not path.exists():
-            raise HpctrainError(f"{run}: not a run directory: it holds no {METRICS_FILE}")
+            raise HpctrainError(f"{run}: is not a run folder, since it has no {METRICS_FILE}")
     else:
         require_exists(path, f"run folder or {METRICS_FILE}")
     table = _SeriesTable(path)
@@ -66,8 +66,10 @@ class _Column:
     def __init__(self, rows: int) -> None:
         self.numbers = array("d", [nan]) * rows
         self.objects: dict[int, str | list[Any]] = {}
-        self.numeric = self.integers = self.bools = 0  # rows with a number, an integer, a bool
-        self.width = 0  # of the longest list
+        self.numeric = self.integers = self.bools = 0
+        """Numbers of rows with a number, with an exact integer, and with a bool."""
+        self.width = 0
+        """Length of the longest list."""
 
     def add(self, value: object) -> None:
         """Add the value of the next row."""
@@ -133,7 +135,9 @@ class _SeriesTable:
         for name in here:
             if name not in self.columns:
                 if len(self.columns) == COLUMNS:
-                    raise HpctrainError(f"{self.path}: has more than {COLUMNS} names, so it is none of a run")
+                    raise HpctrainError(
+                        f"{self.path}: has more than {COLUMNS} metrics, so no run can have written it"
+                    )
                 self.columns[name] = _Column(len(self.steps))
         for name, column in self.columns.items():
             column.add(here.get(name))
@@ -141,7 +145,8 @@ class _SeriesTable:
         width = sum(max(1, column.width) for column in self.columns.values())
         if width * len(self.steps) > CELLS:
             raise HpctrainError(
-                f"{self.path}: more than {CELLS} values in {len(self.steps)} steps; it is none of a run"
+                f"{self.path}: has more than {CELLS} values in {len(self.steps)} steps, so no run can have "
+                "written it"
             )
 
     def arrays(self) -> dict[str, NDArray[Any]]:

@@ -1,8 +1,8 @@
 """Terminal that shows the output of this rank: whether there is one, its width, and what can be drawn.
 
-The stdout of a rank does not tell. Open MPI gives every rank a pseudo-terminal even if the output of mpirun
-goes to a file, and MPICH gives it a pipe even on a terminal. So the stdout of the launcher is examined, which
-is searched among the ancestors of this process.
+The stdout of a rank does not show this. Open MPI gives every rank a pseudo-terminal even if the output of
+mpirun goes to a file, and MPICH gives it a pipe even on a terminal. So the stdout of the launcher is
+examined, which is searched among the ancestors of this process.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from hpctrain.files import descriptor_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-# A launcher runs where its user is; an agent was started by one, maybe from another node.
+# A launcher runs on the node where its user started it. Launchers start agents, also on other nodes.
 LAUNCHERS = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "prun", "srun"})
 AGENTS = frozenset({"orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"})
 DEFAULT_COLUMNS = 80
 FILE_COLUMNS = 160
-# Stands for a blank where no line is broken; no text that is told holds it.
-_JOINT = "\0"
-_BLIND = frozenset({"", "dumb", "unknown"})
-_AT_ONCE = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK
-"""Flags with which a terminal is opened."""
+_UNBREAKABLE_BLANK = "\0"
+"""Character that replaces a blank at which a line must not be broken. Texts do not contain it."""
+_PLAIN_TERMINALS = frozenset({"", "dumb", "unknown"})
+"""Values of TERM for terminals that cannot replace their text."""
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK
+"""Flags with which a terminal is opened, so that the call does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Terminal:
         """Return its current width in characters, or COLUMNS if that is set; 80 if it is unknown."""
         if value := _columns_variable():
             return value
-        with suppress(OSError), descriptor_of(self.device, _AT_ONCE) as descriptor:
+        with suppress(OSError), descriptor_of(self.device, _OPEN_FLAGS) as descriptor:
             return os.get_terminal_size(descriptor).columns or DEFAULT_COLUMNS
         return DEFAULT_COLUMNS
 
@@ -96,7 +97,7 @@ def live_console() -> Console:
 
 def can_be_drawn_on() -> bool:
     """Return True if stdout is a terminal that can replace its text."""
-    return find_terminal() is not None and os.environ.get("TERM", "") not in _BLIND
+    return find_terminal() is not None and os.environ.get("TERM", "") not in _PLAIN_TERMINALS
 
 
 def stderr_console() -> Console:
@@ -106,7 +107,7 @@ def stderr_console() -> Console:
     return Console(stderr=True, color_system="auto" if _allows_colours() else None)
 
 
-class _Nowhere(io.TextIOWrapper):
+class _DiscardingStream(io.TextIOWrapper):
     """Stream that discards its text, with the encoding of another one."""
 
     def __init__(self, other: TextIO | None) -> None:
@@ -126,7 +127,7 @@ def bar_console(output: TextIO | None) -> Console:
     from rich.console import Console
 
     return Console(
-        file=_Nowhere(output),
+        file=_DiscardingStream(output),
         force_terminal=True,
         color_system="auto" if _allows_colours() else None,
         legacy_windows=False,
@@ -142,11 +143,11 @@ def fit(line: str, width: int | None) -> list[str]:
     """
     if width is None or len(line) <= width:
         return [line]
-    joined = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", _JOINT), line)
+    joined = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", _UNBREAKABLE_BLANK), line)
     broken = textwrap.wrap(
         joined, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return [each.replace(_JOINT, " ") for each in broken]
+    return [each.replace(_UNBREAKABLE_BLANK, " ") for each in broken]
 
 
 def _allows_colours() -> bool:
@@ -177,7 +178,7 @@ def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Ter
     kind, device = _status(files / "1")
     # Opening a pipe here would make this process one of its readers.
     if stat.S_ISCHR(kind):
-        with suppress(OSError), descriptor_of(files / "1", _AT_ONCE) as descriptor:
+        with suppress(OSError), descriptor_of(files / "1", _OPEN_FLAGS) as descriptor:
             if os.isatty(descriptor):
                 return Terminal(str(files / "1"), takes_errors=device == _status(files / "2")[1] != 0)
     return None
@@ -190,7 +191,7 @@ def _find_launcher(proc: Path, process: int) -> int | None:
     while process > 1 and process not in visited:
         visited.add(process)
         try:
-            # `1234 (the name) S 1200 ...`: the name may itself hold blanks and parentheses.
+            # `1234 (the name) S 1200 ...`: the name may contain blanks and parentheses.
             head, _, tail = (proc / str(process) / "stat").read_text(errors="replace").rpartition(")")
             parent = int(tail.split()[1])
         except (OSError, ValueError, IndexError):

@@ -47,14 +47,14 @@ def token_contents(path: Path, verify: bool = False) -> dict[str, Any]:
 
 
 def token_contents_text(contents: dict[str, Any]) -> list[str]:
-    """Return the lines that a terminal shows."""
+    """Return the result of `token_contents` as lines of text."""
     kind, rows = contents["kind"], counted(contents["rows"], NOUNS[contents["kind"]])
     lines = [f"{escaped(contents['file'])}: a token file of {kind}: {rows}, {contents['tokens']} tokens"]
     if kind not in {TEXT_KIND, PROMPTS}:
         share = 100 * contents["learned"] / contents["tokens"]
         lines[0] += f", {contents['learned']} of them learned ({share:.1f}%)"
     if kind == PREFERENCES:
-        lines.append("each pair is two documents, what is preferred first")
+        lines.append("each pair is two documents: first the preferred answer, then the other one")
     lines += [
         f"vocabulary {contents['vocabulary']} ({contents['tokenizer']}), "
         f"token {contents['end_of_document']} ends a document",

@@ -59,7 +59,7 @@ def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) 
     pieces = _pieces(everyone, text, sizes)
     head = _dump(about)[:-1] + ',"traceEvents":[\n'
     error = _write(path, head, pieces, "\n]}\n") if world.rank == 0 else None
-    deque(pieces, maxlen=0)  # all are taken in any case, as they are being sent
+    deque(pieces, maxlen=0)  # after an error, too, the other ranks' pieces must be received
     with world.agreement():
         if error is not None:
             raise InputOutputError(f"{path}: the trace cannot be written: {error.strerror or error}")
@@ -95,13 +95,14 @@ def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[st
         rows.setdefault(span.row, []).append((step, span))
     thread = 0
     for row, spans in rows.items():
-        taken = lanes([span for _, span in spans])
-        for lane in range(max(taken, default=-1) + 1):
+        lane_of_span = lanes([span for _, span in spans])
+        lane_count = max(lane_of_span, default=-1) + 1
+        for lane in range(lane_count):
             yield _label("thread_name", rank, thread + lane, name=row)
             yield _label("thread_sort_index", rank, thread + lane, sort_index=thread + lane)
-        for (step, span), lane in zip(spans, taken, strict=True):
+        for (step, span), lane in zip(spans, lane_of_span, strict=True):
             yield _event(rank, thread + lane, step, span, zero)
-        thread += max(taken, default=-1) + 1
+        thread += lane_count
 
 
 def lanes(spans: list[TimelineSpan]) -> list[int]:
@@ -124,7 +125,7 @@ def lanes(spans: list[TimelineSpan]) -> list[int]:
 
 
 def _event(rank: int, thread: int, step: int, span: TimelineSpan, zero: float) -> dict[str, Any]:
-    # Both ends are rounded, not the length, so that what came after another still does.
+    # Start and end are rounded, not the length, so that spans which follow each other do not overlap.
     start, end = round((span.start - zero) * 1e6, 3), round((span.end - zero) * 1e6, 3)
     details: dict[str, Any] = {"step": step}
     if span.row not in _ROWS:

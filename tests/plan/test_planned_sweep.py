@@ -227,7 +227,7 @@ def test_options_that_do_not_go_together_are_told(deck: Path) -> None:
         (("--ranks", 2, *tensor, "--plot", "a.png"), "--plot requires --machine"),
         (
             ("--ranks", 2, *tensor, *machine, "--plot", "a.gif"),
-            "a.gif: is to be a picture",
+            "a.gif: the name of a picture must end with",
         ),
     ]
     for arguments, words in cases:

@@ -133,5 +133,5 @@ def test_other_tokens_of_these_names_are_told(
 ) -> None:
     left_out(world, monkeypatch)
     shutil.copy("b.h5", "c.h5")
-    with pytest.raises(HpctrainError, match=r"^data\.mixture: other tokens lie there now than run/"):
+    with pytest.raises(HpctrainError, match=r"^data\.mixture: the token files have changed since run/"):
         inspected(world, as_json=False)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.plot import command as plot
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.report.axis import lacking, places
+from hpctrain.report.axis import axis_positions, missing_axis_key
 from hpctrain.report.marks import (
     LINE_BYTES,
     LOG_BYTES,
@@ -88,24 +88,19 @@ def test_logs_and_faults_are_bounded(tmp_path: Path) -> None:
             read(tmp_path / "folder")
 
 
-def test_places_on_each_axis() -> None:
+def test_positions_on_each_axis() -> None:
     table = rows(10)
-    assert places(table, "steps") == {step: step for step in range(1, 11)}
-    assert places(table, "tokens") == {step: 100 * step for step in range(1, 11)}
-    assert places(table, "time") == {step: step / 2 for step in range(1, 11)}
-    # What is behind a step of unknown length has no place in time; a step without tokens is but left out.
+    assert axis_positions(table, "steps") == {step: step for step in range(1, 11)}
+    assert axis_positions(table, "tokens") == {step: 100 * step for step in range(1, 11)}
+    assert axis_positions(table, "time") == {step: step / 2 for step in range(1, 11)}
+    # Steps after one of unknown length have no position in time. A step without tokens alone is left out.
     table[4] |= {"seconds": None, "tokens": -1}
-    assert list(places(table, "time")) == [1, 2, 3, 4]
-    assert list(places(table, "tokens")) == [1, 2, 3, 4, 6, 7, 8, 9, 10]
-    assert (lacking(table, "time"), lacking([{"step": 1}], "time"), lacking([], "time")) == (
-        "",
-        "seconds",
-        "",
-    )
-    assert (lacking([{"step": 1, "tokens": True}], "tokens"), lacking([{"step": 1}], "steps")) == (
-        "tokens",
-        "",
-    )
+    assert list(axis_positions(table, "time")) == [1, 2, 3, 4]
+    assert list(axis_positions(table, "tokens")) == [1, 2, 3, 4, 6, 7, 8, 9, 10]
+    assert missing_axis_key(table, "time") == missing_axis_key([], "time") == ""
+    assert missing_axis_key([{"step": 1}], "time") == "seconds"
+    assert missing_axis_key([{"step": 1, "tokens": True}], "tokens") == "tokens"
+    assert missing_axis_key([{"step": 1}], "steps") == ""
 
 
 @pytest.mark.parametrize(

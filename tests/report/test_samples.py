@@ -48,8 +48,8 @@ def test_a_page_shows_them_as_text(tmp_path: Path) -> None:
     rows = [{"step": 1, "loss": 0.0, "reward": 0.5}, {"step": 2, "loss": 0.0, "reward": 0.75}]
     told = RunSummary("policy", tmp_path, "policy", rows, samples=read_samples(path))
     html = page([told])
-    assert "What was written" in html
+    assert "Sampled answers" in html
     assert "say &lt;b&gt;" in html
     assert "&lt;script&gt;" in html
     assert html.index("&lt;script&gt;") < html.index(">abc<")
-    assert "What was written" not in page([RunSummary("plain", tmp_path, "plain", rows)])
+    assert "Sampled answers" not in page([RunSummary("plain", tmp_path, "plain", rows)])

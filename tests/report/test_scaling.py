@@ -41,5 +41,5 @@ def test_ideal_is_the_fewest_ranks_speed_times_ranks() -> None:
 def test_endings_are_those_of_pictures() -> None:
     for name in ("a.png", "b.SVG", "c.pdf"):
         require_picture_suffix(Path(name))
-    with pytest.raises(HpctrainError, match="is to be a picture"):
+    with pytest.raises(HpctrainError, match="the name of a picture must end with"):
         require_picture_suffix(Path("a.jpeg"))

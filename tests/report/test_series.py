@@ -62,7 +62,7 @@ def test_a_line_under_way_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> 
 
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:
     for folder, told, code in (
-        (tmp_path, "it holds no metrics.jsonl", 2),
+        (tmp_path, "since it has no metrics.jsonl", 2),
         (tmp_path / "away", "no such run folder or metrics.jsonl", 3),
     ):
         with pytest.raises(HpctrainError, match=told) as caught:
@@ -74,7 +74,7 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
 
 def test_no_file_takes_more_memory_than_a_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many = ({"step": step, **{f"{step}-{each}": 1 for each in range(400)}} for step in range(1, 5))
-    with pytest.raises(HpctrainError, match="more than 1000 names"):
+    with pytest.raises(HpctrainError, match="more than 1000 metrics"):
         hpctrain.metrics(write(tmp_path, *many))
     monkeypatch.setattr(series, "CELLS", 100)
     with pytest.raises(HpctrainError, match="more than 100 values in 2 steps"):

@@ -1,1 +1,1 @@
-"""One HTML file that tells of runs, and asks no other machine for anything."""
+"""Report page: one HTML file about runs, which loads nothing from other files or machines."""

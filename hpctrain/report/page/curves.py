@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.report.axis import XAxis, places
+from hpctrain.report.axis import XAxis, axis_positions
 from hpctrain.report.metric_rows import Row
 from hpctrain.report.page.thin import Array, Indices, Middle, corners, extremes, middles
 
@@ -28,7 +28,7 @@ _LARGEST = 1e300
 """Largest value that counts as a measurement."""
 
 _SPREAD = 20.0
-"""Ratio to the median from which on a spike would flatten the rest of a curve."""
+"""Ratio of the largest value to the median above which the axis of values is logarithmic."""
 _MOST_STEP = 1 << 53
 _LOSS = "loss"
 _SET, _BITS = "evaluation/", "bits_per_byte"
@@ -39,9 +39,15 @@ Number = str
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart with its keys of metrics, the name of each in the legend, and the format of values.
+    """Chart of some metrics.
 
-    The axis of values begins at zero with `from_zero`.
+    Attributes:
+        name: Title.
+        unit: Unit of the values, as text.
+        keys: Keys of the metrics, each with its name in the legend.
+        number: Format of the values.
+        middle: Average that smooths the curves.
+        from_zero: True if the axis of values begins at zero.
     """
 
     name: str
@@ -77,13 +83,13 @@ def charts_of(tables: Sequence[Sequence[Row]]) -> list[dict[str, Any]]:
     of_bytes = [key for key in numeric if key.endswith(_BITS)]
     bits = Chart("Bits per byte", "of text", tuple((key, _set_of(key)) for key in of_bytes), middle="mean")
     known |= {*sets, *of_bytes}
-    # Perplexity says once more what the loss does.
+    # Perplexities have no charts, since they follow from the losses.
     unknown = [key for key in numeric if key not in known and not key.endswith("perplexity")]
-    told = [key for key in unknown if not _constant(tables, key)]
-    more = [Chart(key[:KEY_LETTERS], "", ((key, ""),)) for key in told[:MORE_CHARTS]]
+    varying = [key for key in unknown if not _is_constant(tables, key)]
+    more = [Chart(key[:KEY_LETTERS], "", ((key, ""),)) for key in varying[:MORE_CHARTS]]
     most = max(LEAST_POINTS, min(POINTS, POINTS_OF_CHART // max(1, len(tables))))
-    drawn = [_chart(chart, tables, most) for chart in (loss, bits, *others, *more)]
-    return [chart for chart in drawn if chart["curves"]]
+    charts = [_chart(chart, tables, most) for chart in (loss, bits, *others, *more)]
+    return [chart for chart in charts if chart["curves"]]
 
 
 def evaluations(rows: Sequence[Row]) -> list[str]:
@@ -92,12 +98,12 @@ def evaluations(rows: Sequence[Row]) -> list[str]:
 
 
 def axis_of(rows: Sequence[Row], axis: XAxis) -> dict[str, Any] | None:
-    """Return the places of steps on an axis as corners of a line; None if the first step has no place."""
-    found = {step: place for step, place in places(rows, axis).items() if 0 <= step < _MOST_STEP}
-    steps = np.array(sorted(found), dtype=np.float64)
-    if not len(steps) or not rows or rows[0]["step"] not in found:
+    """Return the axis positions of steps as corners of a line; None if the first step has no position."""
+    positions = {step: value for step, value in axis_positions(rows, axis).items() if 0 <= step < _MOST_STEP}
+    steps = np.array(sorted(positions), dtype=np.float64)
+    if not len(steps) or not rows or rows[0]["step"] not in positions:
         return None
-    values = np.array([found[int(step)] for step in steps], dtype=np.float64)
+    values = np.array([positions[int(step)] for step in steps], dtype=np.float64)
     selected = corners(steps, values, POINTS)
     return {"steps": _rising(steps[selected]), "values": [_short(value, 9) for value in values[selected]]}
 
@@ -163,7 +169,7 @@ def _rising(steps: Array) -> list[int]:
     return [int(each) for each in np.diff(whole, prepend=0)]
 
 
-def _constant(tables: Sequence[Sequence[Row]], key: str) -> bool:
+def _is_constant(tables: Sequence[Sequence[Row]], key: str) -> bool:
     """Return True if a key has the same value everywhere, so that it needs no chart."""
     return len({row[key] for rows in tables for row in rows if _is_number(row.get(key))}) < 2
 

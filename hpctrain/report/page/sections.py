@@ -26,19 +26,19 @@ LETTERS = 400
 """Characters of a prompt (the last ones) and of an answer."""
 
 _LONG = "text long"
-_LARGE = 1e43
-"""Perplexity that is too large to be shown."""
+_LARGEST_PERPLEXITY = 1e43
+"""Perplexity from which on none is shown."""
 
 _NAMING = frozenset({"run.title", "run.dir"})
 _BAR = 120.0
-_FAR = 0.1
-"""Deviation from a prediction from which on a value is marked."""
+_MARKED_DEVIATION = 0.1
+"""Relative deviation from its prediction above which a measured value is marked."""
 
 
 def all_sections(runs: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
     """Return name, title and HTML of each section that has content."""
     parts = [
-        ("samples", "What was written", _samples(runs)),
+        ("samples", "Sampled answers", _samples(runs)),
         ("events", "Events", _events(runs)),
         ("decks", "Decks" if len(runs) == 1 else "Where the decks differ", _decks(runs)),
         ("predicted", "Predicted and measured", _comparisons(runs)),
@@ -79,7 +79,7 @@ def overview(runs: Sequence[RunSummary]) -> str:
                 cell(format_seconds(fsum(seconds)) if len(seconds) else ""),
                 cell(_figure(last["loss"])),
                 cell(_figure(held_out)),
-                cell("" if perplexity is None or perplexity > _LARGE else f"{perplexity:.5g}"),
+                cell("" if perplexity is None or perplexity > _LARGEST_PERPLEXITY else f"{perplexity:.5g}"),
                 *(cell(_figure(last[key])) for key in sets),
                 cell(_figure(last["grad_norm"])),
                 cell(format_count(median(speeds)) if len(speeds) else ""),
@@ -215,7 +215,7 @@ def _comparison(each: PredictedVsMeasured) -> str:
         kind = ""
         if pair.predicted is not None and pair.measured:
             ratio = (pair.predicted - pair.measured) / pair.measured
-            far, kind = f"{100 * ratio:+.1f}%", "worse" if abs(ratio) > _FAR else ""
+            far, kind = f"{100 * ratio:+.1f}%", "worse" if abs(ratio) > _MARKED_DEVIATION else ""
         cells = (cell("" if value is None else each.written(value)) for value in pair[1:])
         bars = f"<td>{_bars(pair.predicted, pair.measured, largest)}</td>"
         rows.append([cell(pair.words, "text", head=True), *cells, cell(far, kind), bars])

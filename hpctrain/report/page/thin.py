@@ -43,14 +43,15 @@ def middles(values: Array, most: int, middle: Middle) -> tuple[Indices, Array]:
     return centres, np.array([take(values[start:end]) for start, end in stretches], dtype=np.float64)
 
 
-def corners(places: Array, values: Array, most: int) -> Indices:
-    """Return indices between which a line through values [n] at ascending places [n] is straight.
+def corners(positions: Array, values: Array, most: int) -> Indices:
+    """Return indices between which a line through values [n] at ascending positions [n] is straight.
 
-    The others can be interpolated. If there are more than `most`, the line is approximated.
+    The values between them can be interpolated. If there are more than `most` such indices, the result has
+    `most` evenly distributed ones, which approximate the line.
     """
     if len(values) < 3:
         return np.arange(len(values))
-    slopes = np.diff(values) / np.diff(places)
+    slopes = np.diff(values) / np.diff(positions)
     bends = 1 + np.flatnonzero(~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0))
     found = np.array([0, *bends, len(values) - 1], dtype=np.int64)
     if len(found) <= most:
