@@ -14,8 +14,8 @@ from hpctrain.sharding.state import MODEL
 from hpctrain.train.compared_run import ComparedRun, first_difference
 from hpctrain.train.corpus_comparison import CORPUS
 from hpctrain.train.divergence import Rounding, StepComparison, StepDifference
-from hpctrain.train.fingerprints import Print, StepPrints
-from hpctrain.train.replay import ROUNDING
+from hpctrain.train.fingerprints import StepFingerprints, TensorFingerprint
+from hpctrain.train.replay import LOSS_ROUNDING
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def same_environment(one: ComparedRun, other: ComparedRun) -> bool:
     return len(environments[0]) == 1 and environments[0] == environments[1]
 
 
-def recorded_part(one: ComparedRun, other: ComparedRun) -> int | None:
+def first_recorded_difference(one: ComparedRun, other: ComparedRun) -> int | None:
     """Return the first step whose recorded losses or norms differ by more than is expected."""
-    rounding = max(ROUNDING[run.deck.precision.compute] for run in (one, other))
+    rounding = max(LOSS_ROUNDING[run.deck.precision.compute] for run in (one, other))
     return first_difference(one, other, 0.0 if same_environment(one, other) else rounding)
 
 
@@ -75,10 +75,10 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
     for name in sorted(shapes[0].keys() | shapes[1].keys()):
         here, there = (shape.get(name) for shape in shapes)
         if here != there:
-            told = [f"{list(each)}" if each is not None else "missing" for each in (here, there)]
+            texts = [f"{list(each)}" if each is not None else "missing" for each in (here, there)]
             raise HpctrainError(
-                f"{one.path} and {other.path} have different models: {name} is {told[0]} in the first and "
-                f"{told[1]} in the second; name runs of one model, or compare records with `--no-replay`"
+                f"{one.path} and {other.path} have different models: {name} is {texts[0]} in the first and "
+                f"{texts[1]} in the second; name runs of one model, or compare records with `--no-replay`"
             )
     corpora = [run.stored[max(run.stored)].state.get(CORPUS) for run in (one, other)]
     if None not in corpora and corpora[0] != corpora[1]:
@@ -90,18 +90,19 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
 
 def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStart:
     """Return the common start; raise HpctrainError on all ranks if there is none. Collective."""
-    recorded, end = recorded_part(one, other), min(one.last, other.last)
-    beyond = end if recorded is None else recorded
-    steps = sorted(step for step in one.stored.keys() & other.stored.keys() if step < beyond or step == end)
+    recorded, end = first_recorded_difference(one, other), min(one.last, other.last)
+    limit = end if recorded is None else recorded
+    steps = sorted(step for step in one.stored.keys() & other.stored.keys() if step < limit or step == end)
     steps = [step for step in steps if recorded is None or step < recorded]
     low, high = 0, len(steps)  # checkpoints before `low` agree, those from `high` on differ
     equal: dict[int, bool] = {}
     while low < high:
         middle = (low + high) // 2
-        differences = compare_files(world, one, other, steps[middle])
-        equal[steps[middle]] = all(each.equal for each in differences)
+        step = steps[middle]
+        differences = compare_files(world, one, other, step)
+        equal[step] = all(each.equal for each in differences)
         must_be_equal = same_environment(one, other)
-        if equal[steps[middle]] or not (must_be_equal or any(each.exceeds_rounding for each in differences)):
+        if equal[step] or not (must_be_equal or any(each.exceeds_rounding for each in differences)):
             low = middle + 1
         else:
             high = middle
@@ -129,27 +130,31 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
 
 def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int) -> list[StepDifference]:
     """Compare the checkpoints of both runs after a step. Collective."""
-    prints = [file_prints(world, run.stored[step], step, "start") for run in (one, other)]
+    steps = [checkpoint_fingerprints(world, run.stored[step], step, "start") for run in (one, other)]
     exact = same_environment(one, other)
-    return StepComparison(Rounding.of(one.deck, other.deck), exact, exact).of(*prints)
+    return StepComparison(Rounding.of(one.deck, other.deck), exact, exact).of(*steps)
 
 
-def file_prints(world: World, structure: CheckpointIndex, step: int, phase: str) -> StepPrints:
+def checkpoint_fingerprints(
+    world: World, structure: CheckpointIndex, step: int, phase: str
+) -> StepFingerprints:
     """Return the fingerprints of a checkpoint, as of one rank with the whole state. Collective."""
     totals = file_fingerprints(structure, world.everyone)
-    return StepPrints(step, [_print(phase, name, each) for name, each in totals.items()])
+    return StepFingerprints(step, [_tensor_fingerprint(phase, name, each) for name, each in totals.items()])
 
 
-def of_one_rank(prints: StepPrints, phase: str) -> StepPrints:
+def state_fingerprints(step: StepFingerprints, phase: str) -> StepFingerprints:
     """Return the fingerprints of weights and state in a phase, as of one rank with the whole state."""
-    rows = [replace(each, bits=(each.total,)) for each in prints.prints]
-    return StepPrints(
-        prints.step, [each for each in rows if each.phase == phase and each.name.startswith("/")]
+    tensors = [replace(each, bits=(each.total,)) for each in step.tensors]
+    return StepFingerprints(
+        step.step, [each for each in tensors if each.phase == phase and each.name.startswith("/")]
     )
 
 
-def _print(phase: str, name: str, total: Fingerprint) -> Print:
-    return Print(phase, name, (total.bits,), total.bits, total.sketch, total.broken, total.elements)
+def _tensor_fingerprint(phase: str, name: str, total: Fingerprint) -> TensorFingerprint:
+    return TensorFingerprint(
+        phase, name, (total.bits,), total.bits, total.sketch, total.broken, total.elements
+    )
 
 
 def _models(structure: CheckpointIndex) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hpctrain.deck.schema import Deck
 from hpctrain.fault_checks.fingerprint import sketch_norm
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.train.fingerprints import AS_COMPUTED, NORM, RATE, Print, StepPrints
+from hpctrain.train.fingerprints import AS_COMPUTED, NORM, RATE, StepFingerprints, TensorFingerprint
 
 
 class Rounding(NamedTuple):
@@ -35,13 +35,13 @@ class Rounding(NamedTuple):
     @staticmethod
     def of(*decks: Deck) -> Rounding:
         """Return the limits of the deck with the lower precision; those of weights are higher for Muon."""
-        limits = [ROUNDING[deck.precision.compute] for deck in decks]
+        limits = [ROUNDING_LIMITS[deck.precision.compute] for deck in decks]
         factor = max(_AMPLIFIED.get(deck.optimizer.name, 1) for deck in decks)
         rounding = Rounding(*map(max, *limits)) if len(limits) > 1 else limits[0]
         return rounding._replace(weights=rounding.weights * factor)
 
 
-ROUNDING = {
+ROUNDING_LIMITS = {
     "fp32": Rounding(1e-5, 1e-4, 1e-4),
     "bf16": Rounding(6e-2, 1.2e-1, 1e-1),
     "fp16": Rounding(1e-2, 4e-2, 4e-2),
@@ -126,15 +126,15 @@ class StepComparison:
     exact: bool
     negligible: set[str] = field(default_factory=set)
 
-    def of(self, one: StepPrints, other: StepPrints) -> list[StepDifference]:
+    def of(self, one: StepFingerprints, other: StepFingerprints) -> list[StepDifference]:
         """Return the differences of all tensors that both steps have, in the order of the step."""
         assert one.step == other.step
-        other_prints, scales = other.by_key(), _Scales(one)
+        other_tensors, scales = other.by_key(), _Scales(one)
         self.negligible |= scales.negligible()
         pairs = [
             (first, second)
-            for first in one.prints
-            if (second := other_prints.get((first.phase, first.name))) is not None
+            for first in one.tensors
+            if (second := other_tensors.get((first.phase, first.name))) is not None
             and (self.same_layout or not first.name.startswith("/") or _WEIGHTS.match(first.name))
         ]
         sizes = [scales.relative_difference(first, second) for first, second in pairs]
@@ -149,15 +149,17 @@ class StepComparison:
         """Return the first tensor that differs: in bits if these must be equal, else beyond rounding."""
         return first_of(differences, bits=self.exact)
 
-    def _is_weight(self, each: Print) -> bool:
+    def _is_weight(self, each: TensorFingerprint) -> bool:
         """Return True for weights before the step, whose differences determine those of later phases."""
         weights = ("/model/", "/master/", "/replicas.model/", "/replicas.master/")
         return each.phase == "start" and each.name.startswith(weights) and not self._is_negligible(each)
 
-    def _is_negligible(self, each: Print) -> bool:
+    def _is_negligible(self, each: TensorFingerprint) -> bool:
         return not self.exact and each.name.startswith("/") and parameter_of(each.name) in self.negligible
 
-    def _difference(self, step: int, one: Print, other: Print, size: float, level: float) -> StepDifference:
+    def _difference(
+        self, step: int, one: TensorFingerprint, other: TensorFingerprint, size: float, level: float
+    ) -> StepDifference:
         ranks = range(len(one.bits)) if self.same_layout else ()
         differing = tuple(rank for rank in ranks if one.bits[rank] != other.bits[rank])
         if self.same_layout:
@@ -186,22 +188,22 @@ def first_of(differences: Sequence[StepDifference], bits: bool) -> StepDifferenc
     return next(differing, None)
 
 
-def reduction_error(step: StepPrints, name: str) -> float:
+def reduction_error(step: StepFingerprints, name: str) -> float:
     """Return the relative difference between a reduced gradient and the sum of the ranks' gradients."""
-    prints = step.by_key()
-    gradient, reduced = prints.get(("gradient", name)), prints.get(("reduction", name))
+    tensors = step.by_key()
+    gradient, reduced = tensors.get(("gradient", name)), tensors.get(("reduction", name))
     if gradient is None or reduced is None:
         return 0.0
     size = sketch_norm(gradient.sketch)
     return sketch_norm(gradient.sketch - reduced.sketch) / size if size else 0.0
 
 
-def changed_between(before: StepPrints, after: StepPrints) -> list[str]:
+def changed_between(before: StepFingerprints, after: StepFingerprints) -> list[str]:
     """Return the weights and states whose bits changed between the end of a step and the next step."""
-    previous = {each.name: each.bits for each in before.prints if each.phase == "update"}
+    previous = {each.name: each.bits for each in before.tensors if each.phase == "update"}
     return [
         each.name
-        for each in after.prints
+        for each in after.tensors
         if each.phase == "start" and previous.get(each.name, each.bits) != each.bits
     ]
 
@@ -227,15 +229,15 @@ def tensor_text(phase: str, name: str) -> str:
 class _Scales:
     """Sizes of a step's tensors, to which differences are relative."""
 
-    def __init__(self, step: StepPrints) -> None:
-        self._prints, self._median_sizes = step.by_key(), dict[str, float]()
+    def __init__(self, step: StepFingerprints) -> None:
+        self._tensors, self._median_sizes = step.by_key(), dict[str, float]()
         for phase in ("gradient", "reduction"):
             sizes = [size for _, size in self._elements(phase)]
             self._median_sizes[phase] = median(sizes) if sizes else 0.0
 
     def _elements(self, phase: str, state: str = "") -> Iterator[tuple[str, float]]:
         """Yield parameters with the root mean square of their gradient, or of a state, in a phase."""
-        for (where, name), each in self._prints.items():
+        for (where, name), each in self._tensors.items():
             if where == phase and name.startswith(state) and name != NORM and each.elements:
                 yield parameter_of(name), sketch_norm(each.sketch) / sqrt(each.elements)
 
@@ -248,7 +250,7 @@ class _Scales:
             names |= {name for name, size in sizes.items() if size < limit}
         return names
 
-    def relative_difference(self, one: Print, other: Print) -> float:
+    def relative_difference(self, one: TensorFingerprint, other: TensorFingerprint) -> float:
         """Return the norm of the difference of a tensor between two steps, relative to the tensor's size.
 
         The size of a query's or key's gradient is at least that of the value's gradient. The softmax computes
@@ -259,7 +261,7 @@ class _Scales:
             return 0.0
         scale = max(sketch_norm(one.sketch), sketch_norm(other.sketch))
         if one.phase in self._median_sizes and one.name != NORM:
-            value = self._prints.get((one.phase, re.sub(r"\.(query|key)\.", ".value.", one.name)))
+            value = self._tensors.get((one.phase, re.sub(r"\.(query|key)\.", ".value.", one.name)))
             value_norm = 0.0 if value is None else sketch_norm(value.sketch)
             scale = max(scale, value_norm, FLOOR * self._median_sizes[one.phase] * sqrt(one.elements))
         return gap / scale if scale else inf

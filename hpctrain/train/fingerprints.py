@@ -40,13 +40,16 @@ AS_COMPUTED = "/computed/"
 """Prefix of the names of complete weights that layers compute with, which ZeRO gathers from shards."""
 
 Key = tuple[str, str]
-_Copy = tuple[int, int]
-_ONE: _Copy = (0, 1)
+
+_ReplicaPosition = tuple[int, int]
+"""Number of a rank among those that hold the same elements, and the number of these ranks."""
+
+_ONLY_REPLICA: _ReplicaPosition = (0, 1)
 _LAST = 1e9  # place after all others
 
 
 @dataclass(frozen=True)
-class Print:
+class TensorFingerprint:
     """Fingerprint of one tensor in one phase of a step, over all ranks.
 
     Replicas of an element count as one in `sketch` and `broken`, and gradients before the reduction as their
@@ -72,29 +75,29 @@ class Print:
 
 
 @dataclass(frozen=True)
-class StepPrints:
+class StepFingerprints:
     """Fingerprints of a step, equal on all ranks.
 
     Attributes:
         step: Number of the step.
-        prints: The fingerprints, in the order of the step.
+        tensors: The fingerprints, in the order of the step.
         samples: Hash of each sample, by its number.
         metrics: Loss, gradient norm and learning rate, by name. They have fingerprints, too.
     """
 
     step: int
-    prints: list[Print]
+    tensors: list[TensorFingerprint]
     samples: Mapping[int, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def by_key(self) -> dict[Key, Print]:
+    def by_key(self) -> dict[Key, TensorFingerprint]:
         """Return the fingerprints by phase and name."""
-        return {(each.phase, each.name): each for each in self.prints}
+        return {(each.phase, each.name): each for each in self.tensors}
 
 
 @dataclass
-class _LocalPrint:
-    """Local part of a Print.
+class _LocalFingerprint:
+    """Local part of a TensorFingerprint.
 
     Attributes:
         place: Sort key within the phase.
@@ -105,6 +108,23 @@ class _LocalPrint:
     place: tuple[float, float]
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     total: int = 0
+
+    def add(self, values: Tensor, indices: Indices, replica: _ReplicaPosition) -> int:
+        """Add elements by their indices in the complete tensor. Return what they add to the checksum."""
+        former_bits = self.fingerprint.bits
+        self.fingerprint.add(values, indices, 1 / replica[1])
+        return self._add_to_total(former_bits, replica)
+
+    def add_piece(self, shard: Shard, values: Flat, offset: int, replica: _ReplicaPosition) -> None:
+        """Add the elements of a shard from an offset on."""
+        former_bits = self.fingerprint.bits
+        self.fingerprint.add_piece(shard, values, offset, 1 / replica[1])
+        self._add_to_total(former_bits, replica)
+
+    def _add_to_total(self, former_bits: int, replica: _ReplicaPosition) -> int:
+        added_bits = self.fingerprint.bits - former_bits
+        self.total += added_bits * (replica[0] == 0)
+        return added_bits
 
 
 class Fingerprints(Hook):
@@ -122,17 +142,20 @@ class Fingerprints(Hook):
         self.trainer, self.engine = trainer, trainer.engine
         # The statistics hold the number of the current micro-batch, even if layers record nothing.
         trainer.step.executor.statistics = self.engine.stage.layer_context.statistics
-        self.last: StepPrints | None = None
-        self._rows: dict[Key, _LocalPrint] | None = None
+        self.last: StepFingerprints | None = None
+        self._local: dict[Key, _LocalFingerprint] | None = None
         self._samples: dict[int, int] = {}
-        self._present: list[tuple[int, int]] = []
-        self._summed = False
+        self._sample_ranges: list[range] = []
+        self._has_reduced_gradients = False
         mesh = self.engine.mesh
         axes = ("pipeline", "context", "tensor")
         is_first = all(mesh.coordinate(axis) == 0 for axis in axes)
-        self._of_tokens: _Copy = (0 if is_first else 1, int(np.prod([mesh.size(axis) for axis in axes])))
+        self._token_replica: _ReplicaPosition = (
+            0 if is_first else 1,
+            int(np.prod([mesh.size(axis) for axis in axes])),
+        )
         world = self.engine.world
-        self._of_all: _Copy = (world.rank, world.size)
+        self._number_replica: _ReplicaPosition = (world.rank, world.size)
         # The two stages of a tied table shard it at different places, so that shards are not replicas.
         self._tied = {
             segment.parameter.shard.name: (segment.replication.stage_copy, segment.replication.stage_copies)
@@ -150,13 +173,13 @@ class Fingerprints(Hook):
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
         """Take the fingerprints before a step, and register the hooks that take those within it."""
-        self._rows, self._samples, self._summed = {}, {}, False
-        self._state("start")
+        self._local, self._samples, self._has_reduced_gradients = {}, {}, False
+        self._add_state("start")
         step_of, synchronizer = self.trainer.step, self.engine.stage.synchronizer
         before = step_of.before_pass, synchronizer.before_reduction
-        step_of.before_pass, synchronizer.before_reduction = self._read, self._local_gradients
+        step_of.before_pass, synchronizer.before_reduction = self._add_samples, self._add_local_gradients
         handles = [
-            module.register_forward_hook(partial(self._output, part, name, number))
+            module.register_forward_hook(partial(self._add_output, part, name, number))
             for part in self.engine.stage.models
             for name, number, module in _observed_modules(part)
         ]
@@ -169,85 +192,73 @@ class Fingerprints(Hook):
 
     def before_update(self) -> None:
         """Take the fingerprints of the reduced gradients."""
-        if self._rows is not None:
-            self._sums()
+        if self._local is not None:
+            self._add_reduced_gradients()
 
     def after_step(self, done: StepDone) -> None:
         """Take the fingerprints after the step, and combine those of all ranks."""
-        assert self._rows is not None
-        if not self._summed:
-            self._sums()  # the step skips its update
+        assert self._local is not None
+        if not self._has_reduced_gradients:
+            self._add_reduced_gradients()  # the step skips its update
         result = done.result
-        self._number("forward", LOSS, result.loss, _LAST)
-        self._number("reduction", NORM, result.grad_norm, _LAST)
-        self._number("update", RATE, result.learning_rate, -_LAST)
-        self._state("update")
+        self._add_number("forward", LOSS, result.loss, _LAST)
+        self._add_number("reduction", NORM, result.grad_norm, _LAST)
+        self._add_number("update", RATE, result.learning_rate, -_LAST)
+        self._add_state("update")
         metrics = {LOSS: result.loss, NORM: result.grad_norm, RATE: result.learning_rate}
         self.last = self._combine(done.state.step, metrics)
-        self._rows = None
+        self._local = None
 
-    def _row(self, phase: str, name: str, place: tuple[float, float]) -> _LocalPrint:
-        assert self._rows is not None
-        return self._rows.setdefault((phase, name), _LocalPrint(place))
+    def _local_fingerprint(self, phase: str, name: str, place: tuple[float, float]) -> _LocalFingerprint:
+        assert self._local is not None
+        return self._local.setdefault((phase, name), _LocalFingerprint(place))
 
-    def _add(self, row: _LocalPrint, values: Tensor, indices: Indices, copy: _Copy) -> None:
-        before = row.fingerprint.bits
-        row.fingerprint.add(values, indices, 1 / copy[1])
-        row.total += (row.fingerprint.bits - before) * (copy[0] == 0)
-
-    def _piece(self, row: _LocalPrint, shard: Shard, values: Flat, offset: int, copy: _Copy) -> None:
-        before = row.fingerprint.bits
-        row.fingerprint.add_piece(shard, values, offset, 1 / copy[1])
-        row.total += (row.fingerprint.bits - before) * (copy[0] == 0)
-
-    def _number(self, phase: str, name: str, number: float, place: float) -> None:
+    def _add_number(self, phase: str, name: str, number: float, place: float) -> None:
         """Add a number that all ranks have."""
         value = torch.tensor([number], dtype=torch.float64)
-        self._add(self._row(phase, name, (place, 0.0)), value, np.zeros(1, np.uint64), self._of_all)
+        self._local_fingerprint(phase, name, (place, 0.0)).add(
+            value, np.zeros(1, np.uint64), self._number_replica
+        )
 
-    def _state(self, phase: str) -> None:
+    def _add_state(self, phase: str) -> None:
         """Add the tensors that a checkpoint holds, and the weights that layers compute with if different."""
         for entry in training_entries(self.engine.state()):
             place = self._places.get(entry.shard.name, (-1.0, 0.0))
-            row = self._row(phase, entry.dataset, place)
-            copy = self._owned(entry.shard.name, (entry.copy, entry.copies))
-            self._piece(row, entry.shard, entry.values, entry.offset, copy)
+            replica = self._among_tied_stages(entry.shard.name, (entry.copy, entry.copies))
+            local = self._local_fingerprint(phase, entry.dataset, place)
+            local.add_piece(entry.shard, entry.values, entry.offset, replica)
         for bucket in self.engine.stage.buckets:
             if bucket.sharding.zero not in (1, 2) or bucket.values is None:
                 continue
             for segment in bucket.segments:
-                shard, copy = (
-                    segment.parameter.shard,
-                    segment.replication.holder_position(False, *bucket.sharding.diverging_groups),
-                )
-                row = self._row(phase, f"{AS_COMPUTED}{shard.name}", self._places[shard.name])
-                self._piece(row, shard, segment.view(bucket.values).reshape(-1), 0, copy)
+                shard = segment.parameter.shard
+                replica = segment.replication.holder_position(False, *bucket.sharding.diverging_groups)
+                name, place = f"{AS_COMPUTED}{shard.name}", self._places[shard.name]
+                values = segment.view(bucket.values).reshape(-1)
+                self._local_fingerprint(phase, name, place).add_piece(shard, values, 0, replica)
 
-    def _owned(self, name: str, copy: _Copy) -> _Copy:
-        """Return this rank's number among the replicas of a parameter's piece, and how many there are.
+    def _among_tied_stages(self, name: str, replica: _ReplicaPosition) -> _ReplicaPosition:
+        """Return the position among the replicas on both stages if the parameter is tied; else `replica`."""
+        stage, stages = self._tied.get(name, _ONLY_REPLICA)
+        return stage * replica[1] + replica[0], stages * replica[1]
 
-        The replicas of a tied parameter are those of both of its stages.
-        """
-        number, copies = self._tied.get(name, _ONE)
-        return number * copy[1] + copy[0], copies * copy[1]
-
-    def _read(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def _add_samples(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add this rank's samples of the step."""
         step, state = self.trainer.step, self.trainer.state
         firsts = (step.first_sample(state, index) for index in range(len(micro_batches)))
-        self._present = [(first, each.present) for first, each in zip(firsts, micro_batches, strict=True)]
-        for (first, present), micro in zip(self._present, micro_batches, strict=True):
-            for number in range(present):
+        self._sample_ranges = [
+            range(first, first + each.present) for first, each in zip(firsts, micro_batches, strict=True)
+        ]
+        for samples, micro in zip(self._sample_ranges, micro_batches, strict=True):
+            for row, sample in enumerate(samples):
                 for place, (name, rows) in enumerate(micro.fields.items()):
-                    values = rows[number].reshape(-1)
-                    row = self._row("samples", name, (float(place), 0.0))
-                    before = row.fingerprint.bits
-                    self._add(row, values, _indices(first + number, values.numel()), self._of_tokens)
-                    if self._of_tokens[0] == 0:
-                        known = self._samples.get(first + number, 0)
-                        self._samples[first + number] = (3 * known + row.fingerprint.bits - before) % 2**64
+                    values = rows[row].reshape(-1)
+                    local = self._local_fingerprint("samples", name, (float(place), 0.0))
+                    added_bits = local.add(values, _indices(sample, values.numel()), self._token_replica)
+                    if self._token_replica[0] == 0:
+                        self._samples[sample] = (3 * self._samples.get(sample, 0) + added_bits) % 2**64
 
-    def _output(
+    def _add_output(
         self,
         part: ModelPart,
         name: str,
@@ -264,93 +275,97 @@ class Fingerprints(Hook):
         values = next(fractions, None)
         if values is None:
             return
-        row = self._row("forward", f"output of {name}", (float(place), 0.0))
-        first, present = self._present[micro]
+        local = self._local_fingerprint("forward", f"output of {name}", (float(place), 0.0))
+        samples = self._sample_ranges[micro]
         values = values.detach()
         tensor = self.engine.stage.layer_context.tensor
-        cut = tensor.size > 1 and self.engine.stage.layer_context.sequence_parallel
-        copy = _ONE if cut else (tensor.rank, tensor.size)
+        is_split = tensor.size > 1 and self.engine.stage.layer_context.sequence_parallel
+        replica = _ONLY_REPLICA if is_split else (tensor.rank, tensor.size)
         if not isinstance(part, ModulePart):
             positions = self.engine.positions
-            if cut:
+            if is_split:
                 positions = positions.chunk(tensor.size)[tensor.rank]
             features, length = values.shape[-1], self.engine.architecture.sequence
             tokens = positions.cpu().numpy().astype(np.uint64)[:, None]
-            for number in range(present):
-                places = (tokens + np.uint64((first + number) * length)) * np.uint64(features)
+            for row, sample in enumerate(samples):
+                places = (tokens + np.uint64(sample * length)) * np.uint64(features)
                 indices = (places + np.arange(features, dtype=np.uint64)).reshape(-1)
-                self._add(row, values[:, number].reshape(-1), indices, copy)
+                local.add(values[:, row].reshape(-1), indices, replica)
             return
         # The meaning of a user module's dimensions is not known, but micro-batches are equal in all layouts.
-        indices = _indices(first // self.trainer.step.micro_size, values.numel())
-        if cut and values.dim() == 3 and values.shape[1] * tensor.size == self.engine.architecture.sequence:
+        number = samples.start // self.trainer.step.micro_size
+        indices = _indices(number, values.numel())
+        sequence = self.engine.architecture.sequence
+        if is_split and values.dim() == 3 and values.shape[1] * tensor.size == sequence:
             rows, length, features = values.shape
-            whole = _indices(first // self.trainer.step.micro_size, values.numel() * tensor.size)
-            indices = whole.reshape(rows, tensor.size, length * features)[:, tensor.rank].reshape(-1)
+            global_indices = _indices(number, values.numel() * tensor.size)
+            indices = global_indices.reshape(rows, tensor.size, length * features)[:, tensor.rank].reshape(-1)
         else:
-            copy = (tensor.rank, tensor.size)
-        self._add(row, values.reshape(-1), indices, copy)
+            replica = (tensor.rank, tensor.size)
+        local.add(values.reshape(-1), indices, replica)
 
-    def _local_gradients(self, bucket: Bucket) -> None:
+    def _add_local_gradients(self, bucket: Bucket) -> None:
         """Add a bucket's gradients of this rank, over all micro-batches or those since the last reduction."""
-        whole = bucket.final_gradients()
+        gradients = bucket.final_gradients()
         for segment in bucket.segments:
             shard, replication = segment.parameter.shard, segment.replication
             layer, index = self._places[shard.name]
-            row = self._row("gradient", shard.name, (-layer, -index))
-            row.fingerprint.bits = 3 * row.fingerprint.bits % 2**64
-            copies = 1 if replication.partial else replication.holders.size
-            row.fingerprint.add_piece(shard, segment.view(whole).reshape(-1), 0, 1 / copies)
-            row.total = row.fingerprint.bits
+            local = self._local_fingerprint("gradient", shard.name, (-layer, -index))
+            local.fingerprint.bits = 3 * local.fingerprint.bits % 2**64
+            replicas = 1 if replication.partial else replication.holders.size
+            local.fingerprint.add_piece(shard, segment.view(gradients).reshape(-1), 0, 1 / replicas)
+            local.total = local.fingerprint.bits
 
-    def _sums(self) -> None:
+    def _add_reduced_gradients(self) -> None:
         """Add the reduced gradients."""
-        self._summed = True
+        self._has_reduced_gradients = True
         for bucket in self.engine.stage.synchronizer.buckets:
             for segment, values, offset in bucket.owned_segments(bucket.owned_gradients):
                 shard = segment.parameter.shard
                 layer, index = self._places[shard.name]
-                row = self._row("reduction", shard.name, (-layer, -index))
-                copy = self._owned(
-                    shard.name, segment.replication.holder_position(True, *bucket.sharding.diverging_groups)
-                )
-                self._piece(row, shard, values, offset, copy)
+                replica = segment.replication.holder_position(True, *bucket.sharding.diverging_groups)
+                local = self._local_fingerprint("reduction", shard.name, (-layer, -index))
+                local.add_piece(shard, values, offset, self._among_tied_stages(shard.name, replica))
 
-    def _combine(self, step: int, metrics: Mapping[str, float]) -> StepPrints:
+    def _combine(self, step: int, metrics: Mapping[str, float]) -> StepFingerprints:
         """Return the fingerprints of a step, combined from those of all ranks. Collective."""
-        assert self._rows is not None
-        everyone, own = self.engine.world.everyone, self._rows
-        here = [[*key, *row.place] for key, row in own.items()]
+        assert self._local is not None
+        everyone, local = self.engine.world.everyone, self._local
+        local_places = [[*key, *each.place] for key, each in local.items()]
         places: dict[Key, tuple[float, float]] = {}
-        for phase, name, *place in (each for rank in everyone.all_gather_object(here) for each in rank):
+        for phase, name, *place in (
+            each for rank in everyone.all_gather_object(local_places) for each in rank
+        ):
             known = places.setdefault((phase, name), (place[0], place[1]))
             places[phase, name] = min(known, (place[0], place[1]))
         keys = sorted(places, key=lambda key: (PHASES.index(key[0]), _kind(key[1]), *places[key], key[1]))
         words = np.zeros((2, len(keys)), np.uint64)
         sums = np.zeros((len(keys), SUMS + 2))
         for number, key in enumerate(keys):
-            if (row := own.get(key)) is not None:
-                words[:, number] = row.fingerprint.bits, row.total % 2**64
-                sums[number] = *row.fingerprint.sketch, row.fingerprint.broken, row.fingerprint.elements
+            if (each := local.get(key)) is not None:
+                words[:, number] = each.fingerprint.bits, each.total % 2**64
+                sums[number] = *each.fingerprint.sketch, each.fingerprint.broken, each.fingerprint.elements
         bits = everyone.all_gather(torch.from_numpy(words.view(np.int64)).unsqueeze(0))
-        of_ranks = bits.cpu().numpy().view(np.uint64)
-        summed = everyone.all_reduce(torch.from_numpy(sums)).numpy()
+        words_of_ranks = bits.cpu().numpy().view(np.uint64)
+        totals = everyone.all_reduce(torch.from_numpy(sums)).numpy()
         samples = everyone.all_gather_object([[number, each] for number, each in self._samples.items()])
-        prints = [
-            Print(
+        tensors = [
+            TensorFingerprint(
                 *key,
-                bits=tuple(map(int, of_ranks[:, 0, number])),
-                total=int(of_ranks[:, 1, number].sum(dtype=np.uint64)),
-                sketch=summed[number, :SUMS].copy(),
-                broken=float(summed[number, SUMS]),
-                elements=float(summed[number, SUMS + 1]),
+                bits=tuple(map(int, words_of_ranks[:, 0, number])),
+                total=int(words_of_ranks[:, 1, number].sum(dtype=np.uint64)),
+                sketch=totals[number, :SUMS].copy(),
+                broken=float(totals[number, SUMS]),
+                elements=float(totals[number, SUMS + 1]),
             )
             for number, key in enumerate(keys)
         ]
-        return StepPrints(step, prints, {number: each for rank in samples for number, each in rank}, metrics)
+        return StepFingerprints(
+            step, tensors, {number: each for rank in samples for number, each in rank}, metrics
+        )
 
 
-def fingerprints(trainer: Trainer) -> StepPrints:
+def fingerprints(trainer: Trainer) -> StepFingerprints:
     """Make the next step of a trainer, and return its fingerprints. Collective."""
     hook = Fingerprints(trainer)
     trainer.hooks.append(hook)

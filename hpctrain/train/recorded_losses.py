@@ -23,7 +23,7 @@ from hpctrain.train.rollback_history import find_rollback
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedLosses:
     """Recorded losses of the steps after a checkpoint.
 
     Attributes:
@@ -39,7 +39,9 @@ class Recorded:
     segments: list[HistorySegment] = field(default_factory=list)
 
 
-def find_recorded(world: World, path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:
+def find_recorded_losses(
+    world: World, path: Path, state: Mapping[str, Any], against: Path | None
+) -> RecordedLosses:
     """Return the losses that were recorded after a checkpoint. Collective; rank 0 reads the files.
 
     Args:
@@ -55,18 +57,20 @@ def find_recorded(world: World, path: Path, state: Mapping[str, Any], against: P
     """
     with world.agreement():
         recorded = _read_losses(path, state, against) if world.rank == 0 else None
-    shared: Recorded = world.everyone.broadcast_object(recorded)
+    shared: RecordedLosses = world.everyone.broadcast_object(recorded)
     return shared
 
 
-def newest_recorded(world: World, folder: Path, steps: int | None, against: Path | None) -> Path:
+def newest_checkpoint_with_losses(
+    world: World, folder: Path, steps: int | None, against: Path | None
+) -> Path:
     """Return the newest checkpoint of a run after which losses are recorded. Collective.
 
     Args:
         world: The world.
         folder: Run folder, or folder of checkpoints.
         steps: Number of losses that must be recorded after it; None for at least one.
-        against: As in `find_recorded`.
+        against: As in `find_recorded_losses`.
 
     Raises:
         HpctrainError: There is none, or no checkpoint at all.
@@ -80,7 +84,7 @@ def newest_recorded(world: World, folder: Path, steps: int | None, against: Path
     reason = ""
     for path in paths:
         try:
-            recorded = find_recorded(world, path, read_state(path, world.everyone), against)
+            recorded = find_recorded_losses(world, path, read_state(path, world.everyone), against)
         except HpctrainError as error:
             reason = error.problems[0]
         else:
@@ -91,7 +95,7 @@ def newest_recorded(world: World, folder: Path, steps: int | None, against: Path
     raise HpctrainError(f"{folder}: no checkpoint has {needed} recorded after it ({reason})")
 
 
-def _read_losses(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:
+def _read_losses(path: Path, state: Mapping[str, Any], against: Path | None) -> RecordedLosses:
     step, folder = int(state["step"]), path.parent
     states: list[Mapping[str, Any]] = []
     metrics: Path | None = folder.parent / METRICS_FILE
@@ -99,7 +103,7 @@ def _read_losses(path: Path, state: Mapping[str, Any], against: Path | None) -> 
         metrics = None if format_of(against) is not None else against
         states, source = [examine(against).state] if metrics is None else states, str(against)
     else:
-        states, source = list(_readable(folder, step)), f"the later checkpoints of {folder}"
+        states, source = list(_readable_later_states(folder, step)), f"the later checkpoints of {folder}"
         if path.absolute().parent.name != "checkpoints" or not (folder.parent / METRICS_FILE).is_file():
             metrics = None
     rows = [] if metrics is None else [row for row in read_metrics(metrics) if "loss" in row]
@@ -111,16 +115,16 @@ def _read_losses(path: Path, state: Mapping[str, Any], against: Path | None) -> 
             else ""
         )
         raise HpctrainError(f"{rollback_sentence(path, back)}, so no recorded step continues from it{there}")
-    from_checkpoints = _in_states(
+    from_checkpoints = _losses_in_states(
         (each for each in states if find_rollback(each, spikes) is None), step, source
     )
-    following = _following(losses({"losses": rows}), step)
+    following = _consecutive_losses(losses({"losses": rows}), step)
     if metrics is None or (from_checkpoints.losses and not following):
         return from_checkpoints
-    return Recorded(step, following, str(metrics), from_checkpoints.segments)
+    return RecordedLosses(step, following, str(metrics), from_checkpoints.segments)
 
 
-def _readable(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
+def _readable_later_states(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
     """Yield the states of the readable later checkpoints in a folder, from the newest on."""
     for path in current_checkpoints(folder):
         if (checkpoint_step(path) or 0) > step:
@@ -128,17 +132,17 @@ def _readable(folder: Path, step: int) -> Iterator[Mapping[str, Any]]:
                 yield examine(path).state
 
 
-def _in_states(states: Iterable[Mapping[str, Any]], step: int, source: str) -> Recorded:
+def _losses_in_states(states: Iterable[Mapping[str, Any]], step: int, source: str) -> RecordedLosses:
     """Return the losses and runs that the states of checkpoints store."""
     known: dict[int, RecordedLoss] = {}
     segments: list[HistorySegment] = []
     for state in states:
         known = {each.step: each for each in losses(state)} | known
         segments = segments or [each for each in history(state) if each.last_step > step]
-    return Recorded(step, _following(list(known.values()), step), source, segments)
+    return RecordedLosses(step, _consecutive_losses(list(known.values()), step), source, segments)
 
 
-def _following(recorded: list[RecordedLoss], step: int) -> list[RecordedLoss]:
+def _consecutive_losses(recorded: list[RecordedLoss], step: int) -> list[RecordedLoss]:
     """Return the losses of the steps after `step`, up to the first missing one."""
     by_step = {each.step: each for each in recorded}
     following: list[RecordedLoss] = []

@@ -26,7 +26,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.corpus_comparison import corpus_key, same_corpus
-from hpctrain.train.recorded_losses import Recorded, find_recorded, newest_recorded
+from hpctrain.train.recorded_losses import RecordedLosses, find_recorded_losses, newest_checkpoint_with_losses
 from hpctrain.train.run_construction import open_run
 from hpctrain.train.stored_choices import computed_by, record_of, with_stored_choices
 from hpctrain.train.trainer import MakeTrainer, make_trainer
@@ -35,13 +35,22 @@ from hpctrain.watch.run_files import remove_replayed
 
 STEPS = 10
 """Default of the largest number of replayed steps."""
-ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp8": 3e-2}
+LOSS_ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp8": 3e-2}
 """Relative difference of a loss that counts as rounding, by precision."""
 
 # Keys that decide which samples a step takes.
 _BATCH = ("batch.global_size", "batch.sequence", "batch.ramp_from", "batch.ramp_steps")
 _SAMPLES = ("run.seed", "data.validation", *_BATCH)
-COMPUTED = ("model", "layout", "batch", "optimizer", "learning_rate", "precision", "memory", "communication")
+NUMERICS_SECTIONS = (
+    "model",
+    "layout",
+    "batch",
+    "optimizer",
+    "learning_rate",
+    "precision",
+    "memory",
+    "communication",
+)
 """Sections on which the last bits of a loss depend."""
 
 
@@ -73,16 +82,16 @@ def replay(
         HpctrainError: There is nothing to replay; raised on all ranks.
     """
     if world.everyone.broadcast_object(path.is_dir()):
-        path = newest_recorded(world, path, steps, against)
+        path = newest_checkpoint_with_losses(world, path, steps, against)
     state = read_state(path, world.everyone)
-    recorded = find_recorded(world, path, state, against)
+    recorded = find_recorded_losses(world, path, state, against)
     with world.agreement():
         # A run that continued to more steps than in this checkpoint's deck has another learning rate.
-        made = [f"run.steps={segment.steps}" for segment in recorded.segments[:1] if segment.steps]
-        original = stored_deck(state, path, made)
+        changes = [f"run.steps={segment.steps}" for segment in recorded.segments[:1] if segment.steps]
+        original = stored_deck(state, path, changes)
         # The noise scale is not compared, and other ranks may not be able to measure it.
         trust = trust_of(overrides)
-        deck = stored_deck(state, path, [*made, "run.noise_scale_steps=0", *overrides], trust)
+        deck = stored_deck(state, path, [*changes, "run.noise_scale_steps=0", *overrides], trust)
         require_trusted(deck, path, trust)
         _refuse_other_samples(original, deck)
         require_same_model(deck, original, path)
@@ -96,7 +105,7 @@ def replay(
                 key, what = corpus_key(deck)
                 other = f"is not the {what} that {path} was trained on, so that no recorded loss can be"
                 raise HpctrainError(deck.problem(key, f"{other} reproduced; name that {what}"))
-        reasons = reasons_of(run, original, deck, state, recorded, count)
+        reasons = rounding_reasons(run, original, deck, state, recorded, count)
         if world.rank == 0:
             layout = layout_text(run.checkpoints.layout)
             opening = (
@@ -127,9 +136,9 @@ def judge(
         precision: Precision of the run.
         reasons: Reasons why bits may differ; if there are none, they must be equal.
     """
-    allowed = ROUNDING[precision]
-    apart = [(expected.step, difference(expected.loss, loss)) for expected, loss in rows]
-    largest = max(gap for _, gap in apart)
+    allowed = LOSS_ROUNDING[precision]
+    differences = [(expected.step, difference(expected.loss, loss)) for expected, loss in rows]
+    largest = max(gap for _, gap in differences)
     what = "The replayed loss is" if len(rows) == 1 else f"The {len(rows)} replayed losses are"
     if largest == 0.0:
         return EXIT_DONE, f"{what} equal to the recorded, bit for bit."
@@ -138,7 +147,7 @@ def judge(
             f"{what} equal to the recorded up to rounding (at most {largest:.1e}, allowed: {allowed:g}), as "
             f"expected with {' and '.join(reasons)}."
         )
-    step, gap = next((step, gap) for step, gap in apart if gap > (allowed if reasons else 0.0))
+    step, gap = next((step, gap) for step, gap in differences if gap > (allowed if reasons else 0.0))
     if largest <= allowed:
         return EXIT_DIFFERENT, (
             f"{what} equal to the recorded only up to rounding (step {step} is the first to differ, by "
@@ -160,11 +169,11 @@ def difference(recorded: float | None, replayed: float) -> float:
 
 
 def _row(expected: RecordedLoss, replayed: float) -> str:
-    apart = difference(expected.loss, replayed)
+    gap = difference(expected.loss, replayed)
     recorded = "not finite" if expected.loss is None else f"{expected.loss:.10f}"
     return (
         f"{expected.step:>8}  {recorded:>14}  {replayed:>14.10f}  "
-        f"{'equal' if apart == 0.0 else f'{apart:.1e}':>19}"
+        f"{'equal' if gap == 0.0 else f'{gap:.1e}':>19}"
     )
 
 
@@ -190,7 +199,7 @@ def _refuse_other_samples(original: Deck, deck: Deck) -> None:
         raise HpctrainError(problems)
 
 
-def _steps(path: Path, recorded: Recorded, requested: int | None) -> int:
+def _steps(path: Path, recorded: RecordedLosses, requested: int | None) -> int:
     """Return the number of steps to replay; raise HpctrainError if too few are recorded."""
     known = len(recorded.losses)
     if known == 0:
@@ -237,43 +246,46 @@ def _temporary_folder(world: World) -> Iterator[str]:
             remove_replayed(folder)
 
 
-def reasons_of(
-    run: Run, original: Deck, deck: Deck, state: Mapping[str, Any], recorded: Recorded, count: int
+def rounding_reasons(
+    run: Run, original: Deck, deck: Deck, state: Mapping[str, Any], recorded: RecordedLosses, count: int
 ) -> list[str]:
     """Return the reasons why the last bits may differ from those of the recorded run."""
-    made = [segment for segment in recorded.segments if segment.first_step <= recorded.step + count]
-    made = made or history(state)[-1:]
-    if made:  # compare the layouts of these runs, not that of the checkpoint
-        axes = {name: None for name in made[0].layout if name in type(deck.layout).model_fields}
+    segments = [segment for segment in recorded.segments if segment.first_step <= recorded.step + count]
+    segments = segments or history(state)[-1:]
+    if segments:  # compare the layouts of these runs, not that of the checkpoint
+        axes = {name: None for name in segments[0].layout if name in type(deck.layout).model_fields}
         original, deck = (each.with_keys(layout=axes) for each in (original, deck))
-    changed = [name for name in COMPUTED if getattr(original, name) != getattr(deck, name)]
+    changed = [name for name in NUMERICS_SECTIONS if getattr(original, name) != getattr(deck, name)]
     reasons = []
-    if "layout" in changed or any(segment.layout != run.checkpoints.layout for segment in made):
+    if "layout" in changed or any(segment.layout != run.checkpoints.layout for segment in segments):
         reasons.append("another layout")
-    elif state.get("ranks") != run.world.size and not made:
+    elif state.get("ranks") != run.world.size and not segments:
         reasons.append("another number of ranks")
-    reasons += _other_kernels(run.trainer.engine.stage.layer_context, state, recorded, made)
+    reasons += _other_kernels(run.trainer.engine.stage.layer_context, state, recorded, segments)
     reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):
-        there = {segment.versions.get(name) for segment in made} or {state["versions"].get(name)}
+        there = {segment.versions.get(name) for segment in segments} or {state["versions"].get(name)}
         reasons += [f"another version of {name}"] if there != {here[name]} else []
     return reasons
 
 
 def _other_kernels(
-    layer_context: LayerContext, state: Mapping[str, Any], recorded: Recorded, made: Sequence[HistorySegment]
+    layer_context: LayerContext,
+    state: Mapping[str, Any],
+    recorded: RecordedLosses,
+    segments: Sequence[HistorySegment],
 ) -> list[str]:
-    """Return the reasons that are other kernels than in the runs `made`, or before them."""
+    """Return the reasons that are other kernels than in the recorded segments, or before them."""
     here, reasons = computed_by(layer_context), []
     before = {
         "products": layer_context.products.kernels.stored_choices != (state.get("products") or {}),
         "functions": layer_context.functions.library_checksums != record_of(state.get("compiled")),
     }
     for name, differs in before.items():
-        others = [each.first_step for each in made if each.computed.get(name, here[name]) != here[name]]
+        others = [each.first_step for each in segments if each.computed.get(name, here[name]) != here[name]]
         if others and others[0] > recorded.step + 1:
             reasons.append(f"{name} that something else computed from step {others[0]} on")
-        elif others or (differs and not (made and all(name in each.computed for each in made))):
+        elif others or (differs and not (segments and all(name in each.computed for each in segments))):
             reasons.append(f"{name} that something else computes")
     return reasons

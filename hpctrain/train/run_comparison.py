@@ -26,19 +26,26 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted
 from hpctrain.train.common_start import (
     CommonStart,
-    file_prints,
+    checkpoint_fingerprints,
     find_start,
-    of_one_rank,
-    recorded_part,
+    first_recorded_difference,
     require_comparable,
     same_environment,
+    state_fingerprints,
 )
 from hpctrain.train.compared_run import ComparedRun, load_run, loss_difference
 from hpctrain.train.corpus_comparison import require_same_source
 from hpctrain.train.divergence import Rounding, StepComparison, StepDifference, first_of, parameter_of
-from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
-from hpctrain.train.recorded_losses import Recorded
-from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, open_replay, reasons_of, refuse_other_order
+from hpctrain.train.fingerprints import LOSS, NORM, StepFingerprints, fingerprints
+from hpctrain.train.recorded_losses import RecordedLosses
+from hpctrain.train.replay import (
+    LOSS_ROUNDING,
+    NUMERICS_SECTIONS,
+    STEPS,
+    open_replay,
+    refuse_other_order,
+    rounding_reasons,
+)
 from hpctrain.train.stored_choices import computed_by, with_stored_choices
 from hpctrain.train.verdict import (
     ComparisonResult,
@@ -73,7 +80,7 @@ class ReplayedRun:
     layout: dict[str, int]
     kernels: dict[str, str]
     reasons: list[str]
-    steps: list[StepPrints] = field(default_factory=list)
+    steps: list[StepFingerprints] = field(default_factory=list)
 
 
 def compare(
@@ -116,21 +123,42 @@ def compare(
     print_lines([line for each in damaged for line in ("", *fit(each, columns()))])
     if records_only:
         return EXIT_DONE
-    differing_step = recorded_part(one, other)
+    differing_step = first_recorded_difference(one, other)
     sentence = recorded_sentence(one, other, differing_step, same_environment(one, other))
     print_lines(["", *fit(sentence, columns())])
     if not replays:
         return EXIT_DONE if differing_step is None else EXIT_DIFFERENT
     with world.agreement():
         require_comparable(one, other)
+    return _compare_replays(world, one, other, steps, print_lines)
+
+
+def _compare_replays(
+    world: World,
+    one: ComparedRun,
+    other: ComparedRun,
+    steps: int | None,
+    print_lines: Callable[[Sequence[str]], None],
+) -> int:
+    """Replay two runs from their common start, and print how the steps differ. Return the exit code.
+
+    This call is collective. The second replay ends with the first step that differs.
+
+    Args:
+        world: All ranks.
+        one: First run.
+        other: Second run.
+        steps: Number of steps to replay; None to choose it from the records.
+        print_lines: Prints lines, on rank 0.
+    """
     start = find_start(world, one, other)
     count = _number_of_steps(one, other, start, steps)
     decks = [_deck_on_these_ranks(world, run, start.step) for run in (one, other)]
     if start.step == 0:
+        purpose = "its steps are replayed from the model that its run started from"
         for run, (deck, _) in zip((one, other), decks, strict=True):
-            known = run.stored_at(0)
-            purpose = "its steps are replayed from the model that its run started from"
-            require_same_source(world, deck, known.state, known.path, purpose)
+            checkpoint = run.stored_at(0)
+            require_same_source(world, deck, checkpoint.state, checkpoint.path, purpose)
     notes = [*_opening(start, count, decks), *_rollback_sentences((one, other), start, count)]
     print_lines(["", *(line for each in notes for line in fit(each, columns())), "", _HEAD])
 
@@ -142,20 +170,18 @@ def compare(
     rounding = Rounding.of(*(deck for deck, _ in decks))
     comparison = StepComparison(rounding, same_layout=False, exact=False)
     differences: list[StepDifference] = []
-    bits: list[StepDifference] = []
+    first_other_bits: StepDifference | None = None
 
     def compare_second(replay: ReplayedRun) -> bool:
-        nonlocal differences
+        nonlocal differences, first_other_bits
         if len(replay.steps) == 1:
             comparison.same_layout = replay.layout == first.layout
             comparison.exact = start.equal and _must_be_equal(first, replay)
         tensors = comparison.of(first.steps[len(replay.steps) - 1], replay.steps[-1])
-        differing, of_bits = comparison.first(tensors), first_of(tensors, bits=True)
-        if comparison.same_layout and of_bits is not None and not bits:
-            bits.append(of_bits)
-        print_lines(
-            [_step_line("second", replay, differing or (of_bits if comparison.same_layout else None))]
-        )
+        differing = comparison.first(tensors)
+        other_bits = first_of(tensors, bits=True) if comparison.same_layout else None
+        first_other_bits = first_other_bits or other_bits
+        print_lines([_step_line("second", replay, differing or other_bits)])
         differences = tensors if differing is not None else []
         return differing is not None
 
@@ -166,9 +192,17 @@ def compare(
         print_lines(["", f"step {second.steps[-1].step}", *table])
     else:
         mismatches = [_mismatch(world, replay, comparison.negligible) for replay in (first, second)]
-    steps_of = first.steps, second.steps
     result = ComparisonResult(
-        one, other, start, *steps_of, differences, comparison.exact, bits, mismatches, rounding
+        one,
+        other,
+        start,
+        first.steps,
+        second.steps,
+        differences,
+        comparison.exact,
+        first_other_bits,
+        mismatches,
+        rounding,
     )
     code, sentences = verdict_of(result)
     print_lines(["", *(line for sentence in sentences for line in fit(sentence, columns()))])
@@ -188,7 +222,7 @@ def _number_of_steps(one: ComparedRun, other: ComparedRun, start: CommonStart, r
     """
     most = min(run.deck_after(start.step).run.steps for run in (one, other)) - start.step
     rollbacks = [step for run in (one, other) if (step := run.next_rollback(start.step)) is not None]
-    most = min(most, *(step - start.step for step in rollbacks), most)
+    most = min([most, *(step - start.step for step in rollbacks)])
     if most < 1:
         raise HpctrainError(
             f"{one.path} and {other.path} end at step {start.step}, so that there is no step to replay"
@@ -266,9 +300,9 @@ def _replay(
         )
     path = known.path if start.step in run.stored else None
     following = [each for step, each in run.step_losses.items() if step > start.step]
-    recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))
+    recorded = RecordedLosses(start.step, following, "", run.segments(start.step + 1, start.step + count))
     with open_replay(world, changed, path) as opened:
-        reasons = reasons_of(opened, before, changed, state, recorded, count)
+        reasons = rounding_reasons(opened, before, changed, state, recorded, count)
         layer_context = opened.trainer.engine.stage.layer_context
         replay = ReplayedRun(run, changed, opened.checkpoints.layout, computed_by(layer_context), reasons)
         for _ in range(count):
@@ -281,26 +315,26 @@ def _replay(
 def _must_be_equal(one: ReplayedRun, other: ReplayedRun) -> bool:
     """Return True if two replays must have equal bits: same numerics, layout and kernels."""
     decks = one.deck, other.deck
-    same = all(getattr(decks[0], name) == getattr(decks[1], name) for name in COMPUTED)
+    same = all(getattr(decks[0], name) == getattr(decks[1], name) for name in NUMERICS_SECTIONS)
     return same and one.layout == other.layout and one.kernels == other.kernels
 
 
 def _step_line(name: str, replay: ReplayedRun, difference: StepDifference | None = None) -> str:
     """Return the line of the table about the last replayed step."""
-    prints = replay.steps[-1]
-    replayed, recorded = _losses_of(prints), replay.run.step_losses.get(prints.step)
+    step = replay.steps[-1]
+    replayed, recorded = _losses_of(step), replay.run.step_losses.get(step.step)
     gap = "" if recorded is None else f"{loss_difference(recorded, replayed):.1e}"
     gap = "equal" if gap == "0.0e+00" else gap
     losses = f"{_loss_text(recorded):>12}  {_loss_text(replayed):>12}"
     cause = ""
     if difference is not None:
         cause = f"{difference.phase}: {difference.description} ({size_text(difference.size)})"
-    return f"{name:<6} {prints.step:>8}  {losses}  {gap:>7}  {cause}".rstrip()
+    return f"{name:<6} {step.step:>8}  {losses}  {gap:>7}  {cause}".rstrip()
 
 
-def _losses_of(prints: StepPrints) -> RecordedLoss:
+def _losses_of(step: StepFingerprints) -> RecordedLoss:
     """Return loss and gradient norm of a replayed step, in the form of a record."""
-    return RecordedLoss(prints.step, finite(prints.metrics[LOSS]), finite(prints.metrics[NORM]))
+    return RecordedLoss(step.step, finite(step.metrics[LOSS]), finite(step.metrics[NORM]))
 
 
 def _loss_text(record: RecordedLoss | None) -> str:
@@ -318,26 +352,26 @@ def _mismatch(world: World, replay: ReplayedRun, negligible: Set[str]) -> Record
         negligible: Parameters whose gradients are only rounding errors; see StepComparison.
     """
     run = replay.run
-    allowed = ROUNDING[replay.deck.precision.compute] if replay.reasons else 0.0
-    step, first_recorded, first_replayed = None, None, None
+    allowed = LOSS_ROUNDING[replay.deck.precision.compute] if replay.reasons else 0.0
+    differing_step, first_recorded, first_replayed = None, None, None
     largest = 0.0
-    for prints in replay.steps:
-        recorded, replayed = run.step_losses.get(prints.step), _losses_of(prints)
+    for step in replay.steps:
+        recorded, replayed = run.step_losses.get(step.step), _losses_of(step)
         if recorded is None:
             continue
         gap = loss_difference(recorded, replayed)
         largest = max(largest, gap)
-        if gap > allowed and step is None:
-            step, first_recorded, first_replayed = prints.step, recorded, replayed
+        if gap > allowed and differing_step is None:
+            differing_step, first_recorded, first_replayed = step.step, recorded, replayed
     exact, wrong, compared, checkpoint_step = not replay.reasons, list[StepDifference](), 0, None
-    for prints in replay.steps:
-        if prints.step not in run.stored or wrong:
+    for step in replay.steps:
+        if step.step not in run.stored or wrong:
             continue
         comparison = StepComparison(Rounding.of(replay.deck), exact, exact, set(negligible))
-        file = file_prints(world, run.stored[prints.step], prints.step, "update")
-        stored = comparison.of(of_one_rank(prints, "update"), file)
-        wrong = [each for each in stored if (not each.equal if exact else each.exceeds_rounding)]
+        stored = checkpoint_fingerprints(world, run.stored[step.step], step.step, "update")
+        tensors = comparison.of(state_fingerprints(step, "update"), stored)
+        wrong = [each for each in tensors if (not each.equal if exact else each.exceeds_rounding)]
         wrong.sort(key=lambda each: (parameter_of(each.name) in comparison.negligible, -each.size))
-        compared, checkpoint_step = len(stored), prints.step
+        compared, checkpoint_step = len(tensors), step.step
     values = first_recorded, first_replayed, largest
-    return RecordMismatch(run, step, *values, replay.reasons, wrong, compared, checkpoint_step)
+    return RecordMismatch(run, differing_step, *values, replay.reasons, wrong, compared, checkpoint_step)

@@ -12,8 +12,8 @@ from hpctrain.text import counted, fitted, ranges, table
 from hpctrain.train.common_start import CommonStart
 from hpctrain.train.compared_run import ComparedRun, loss_difference
 from hpctrain.train.divergence import Rounding, StepDifference, changed_between, first_of, reduction_error
-from hpctrain.train.fingerprints import LOSS, NORM, PHASES, RATE, StepPrints
-from hpctrain.train.replay import ROUNDING
+from hpctrain.train.fingerprints import LOSS, NORM, PHASES, RATE, StepFingerprints
+from hpctrain.train.replay import LOSS_ROUNDING
 
 _PHASES = {
     "start": "before the step",
@@ -70,7 +70,7 @@ class ComparisonResult:
         second: Replayed steps of the second run; the last one is the first that differs, if any does.
         differences: All tensors of the step in which the replays differ; empty if they do not.
         exact: True if the bits must be equal.
-        bits: First tensor whose bits differ, if any.
+        first_other_bits: First tensor whose bits differ, if any.
         mismatches: Differences of each run's records from its replay; empty if the replays differ.
         rounding: Limits of differences that count as rounding.
     """
@@ -78,11 +78,11 @@ class ComparisonResult:
     one: ComparedRun
     other: ComparedRun
     start: CommonStart
-    first: Sequence[StepPrints]
-    second: Sequence[StepPrints]
+    first: Sequence[StepFingerprints]
+    second: Sequence[StepFingerprints]
     differences: Sequence[StepDifference]
     exact: bool
-    bits: Sequence[StepDifference]
+    first_other_bits: StepDifference | None
     mismatches: Sequence[RecordMismatch]
     rounding: Rounding
 
@@ -160,8 +160,8 @@ def verdict_of(result: ComparisonResult) -> tuple[int, list[str]]:
     same = "are equal, bit for bit" if result.exact else "are equal up to rounding"
     first = "No difference" if recorded is None or recorded <= last else "Not compared far enough"
     lines = [f"{first}: the {steps} after {where}, up to step {last}, {same}{_records_clause(result)}."]
-    if result.bits and not result.exact:
-        each = result.bits[0]
+    each = result.first_other_bits
+    if each is not None and not result.exact:
         lines.append(
             f"Bits first differ in step {each.step}, {_PHASES[each.phase]}: {each.description}, by "
             f"{size_text(each.size)} of its {_measure(each)}, which is rounding (at most {each.allowed:.0e})."
@@ -181,7 +181,7 @@ def verdict_of(result: ComparisonResult) -> tuple[int, list[str]]:
 
 def _is_rounding(mismatch: RecordMismatch) -> bool:
     """Return True if all differences from the records are as small as rounding errors."""
-    allowed = ROUNDING[mismatch.run.deck.precision.compute]
+    allowed = LOSS_ROUNDING[mismatch.run.deck.precision.compute]
     return mismatch.largest <= allowed and not any(each.exceeds_rounding for each in mismatch.wrong)
 
 
@@ -214,7 +214,7 @@ def _difference_sentences(result: ComparisonResult) -> list[str]:
         by = "one of the two is not finite"
     elif first.size == 0.0:
         by = "only in signs of zeros, or in bits that cancel in its checksums"
-    where = _ranks_clause(first, len(result.second[-1].prints[0].bits))
+    where = _ranks_clause(first, len(result.second[-1].tensors[0].bits))
     line = f"The runs first differ in step {step}, {_PHASES[first.phase]}: {first.description}, {by}{where}"
     if first.phase == "samples":
         return [f"{line}."]
@@ -226,10 +226,10 @@ def _difference_sentences(result: ComparisonResult) -> list[str]:
     elif isfinite(first.size):
         line += f" (rounding: at most {first.allowed:.0e})"
     lines = [f"{line}.", *_hints(result, first)]
-    for each in [] if result.exact else result.bits[:1]:
-        if (each.step, each.description) != (step, first.description):
-            bits = f"Bits first differ in step {each.step}, {_PHASES[each.phase]}: {each.description}"
-            lines.append(f"{bits}, by {size_text(each.size)}.")
+    each = None if result.exact else result.first_other_bits
+    if each is not None and (each.step, each.description) != (step, first.description):
+        place = f"in step {each.step}, {_PHASES[each.phase]}: {each.description}"
+        lines.append(f"Bits first differ {place}, by {size_text(each.size)}.")
     return lines
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.train.divergence import ROUNDING, StepComparison
-from hpctrain.train.fingerprints import StepPrints, fingerprints
+from hpctrain.train.divergence import ROUNDING_LIMITS, StepComparison
+from hpctrain.train.fingerprints import StepFingerprints, fingerprints
 from tests.engines import trainer
 from tests.model.modules.test_module_part import deck_of
 from tests.train.planted import in_own_gradient
@@ -25,7 +25,7 @@ __all__ = ["folder", "staged", "tokens"]
 KEYS = (*STAGED, *FEWER, "run.steps=3")
 
 
-def steps_of(world: World, deck: Deck, gradient: str = "") -> list[StepPrints]:
+def steps_of(world: World, deck: Deck, gradient: str = "") -> list[StepFingerprints]:
     training = trainer(world, deck)
     if gradient:
         in_own_gradient(gradient)(training)
@@ -37,18 +37,20 @@ def test_what_blocks_of_a_module_give_is_compared(world: World) -> None:
     kind, recomputed = "gpt", "memory.recompute=full"
     alone = steps_of(world.single_rank_world(), deck_of(kind, recomputed))
     steps = steps_of(world, deck_of(kind, recomputed, "layout.zero=3"))
-    comparison = StepComparison(ROUNDING["fp32"], same_layout=False, exact=False)
+    comparison = StepComparison(ROUNDING_LIMITS["fp32"], same_layout=False, exact=False)
     for one, other in zip(alone, steps, strict=True):
         assert comparison.first(comparison.of(one, other)) is None
-        given = [each for each in other.prints if each.phase == "forward"]
+        given = [each for each in other.tensors if each.phase == "forward"]
         names = ["output of layers.0", "output of layers.1", "output of layers.2", "loss"]
         assert [each.name for each in given] == names
-        sizes = [each.elements for each in one.prints if each.phase == "forward"]
+        sizes = [each.elements for each in one.tensors if each.phase == "forward"]
         assert [each.elements for each in given] == sizes and len(set(sizes[:-1])) == 1
         assert sizes[0] % (8 * 32) == 0 and sizes[0] < 8 * 32 * 64  # each sample once
-    name = next(each.name for each in steps[0].prints if each.phase == "gradient" and "layers.1" in each.name)
+    name = next(
+        each.name for each in steps[0].tensors if each.phase == "gradient" and "layers.1" in each.name
+    )
     wrong = steps_of(world, deck_of(kind, recomputed, "layout.zero=3"), name)
-    found = StepComparison(ROUNDING["fp32"], same_layout=True, exact=True).of(steps[1], wrong[1])
+    found = StepComparison(ROUNDING_LIMITS["fp32"], same_layout=True, exact=True).of(steps[1], wrong[1])
     first = next(each for each in found if not each.equal)
     assert (first.phase, first.name) == ("gradient", name)
 

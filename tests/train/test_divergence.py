@@ -12,14 +12,14 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.train.divergence import (
-    ROUNDING,
+    ROUNDING_LIMITS,
     Rounding,
     StepComparison,
     StepDifference,
     changed_between,
     reduction_error,
 )
-from hpctrain.train.fingerprints import StepPrints, fingerprints
+from hpctrain.train.fingerprints import StepFingerprints, fingerprints
 from tests.engines import LLAMA, small_deck, trainer
 from tests.train.planted import (
     Plant,
@@ -129,7 +129,7 @@ CASES = {
 
 def steps_of(
     world: World, keys: Sequence[str], plant: Plant | None = None, steps: int = STEPS
-) -> list[StepPrints]:
+) -> list[StepFingerprints]:
     """The fingerprints of a trainer's first steps."""
     training = trainer(world, small_deck(*keys))
     if plant is not None:
@@ -139,9 +139,11 @@ def steps_of(
     return taken
 
 
-def parted(one: Sequence[StepPrints], other: Sequence[StepPrints], alike: bool) -> StepDifference | None:
+def parted(
+    one: Sequence[StepFingerprints], other: Sequence[StepFingerprints], alike: bool
+) -> StepDifference | None:
     """The first that differs; of one layout in bits."""
-    comparison = StepComparison(ROUNDING["fp32"], alike, alike)
+    comparison = StepComparison(ROUNDING_LIMITS["fp32"], alike, alike)
     for mine, theirs in zip(one, other, strict=True):
         if (first := comparison.first(comparison.of(mine, theirs))) is not None:
             return first
@@ -173,8 +175,8 @@ def test_layouts_of_one_deck_do_not_part(world: World, name: str) -> None:
     comparison = StepComparison(Rounding.of(deck), same_layout=False, exact=False)
     for one, other in zip(whole, steps, strict=True):
         assert comparison.first(comparison.of(one, other)) is None
-        named = {each.name for each in other.prints}
-        assert {each.name for each in one.prints} <= named
+        named = {each.name for each in other.tensors}
+        assert {each.name for each in one.tensors} <= named
 
 
 @pytest.mark.mpi(max_size=1)

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.report.metric_rows import read_metrics
-from hpctrain.train.replay import ROUNDING, replay
+from hpctrain.train.replay import LOSS_ROUNDING, replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.run_comparison import compare
 from tests.data.preparing import prepare
@@ -144,14 +144,14 @@ def test_runs_go_on_on_other_layouts_and_are_replayed(world: World, work: Path, 
     whole, path = rows_of("whole"), Path("whole/checkpoints/step-00000003.h5")
     seen = rows_of("seen")
     assert whole[-1][0] < 6 * 256 == seen[-1][0]  # ends of documents predict nothing
-    assert abs(whole[-1][1] - seen[-1][1]) > 4 * ROUNDING[precision] * whole[-1][1]
+    assert abs(whole[-1][1] - seen[-1][1]) > 4 * LOSS_ROUNDING[precision] * whole[-1][1]
     others = OTHERS[world.size]
     turn = others if len(others) == 1 else others[list(PRECISIONS).index(precision) :: 2]
     for number, layout in enumerate(turn):
         folder = f"other-{number}"
         assert resume(world, path, [f"run.dir={folder}", *layout]) == 0
         for mine, right in zip(rows_of(folder), whole[3:], strict=True):
-            assert mine == pytest.approx(right, rel=ROUNDING[precision]), layout
+            assert mine == pytest.approx(right, rel=LOSS_ROUNDING[precision]), layout
         assert replay(world, path, None, list(layout), None, lambda _: None) == 0
         assert compare(world, (Path(folder), Path("whole")), None, True, lambda _: None) == 0
     assert replay(world, path, None, ["data.document_mask=false"], None, lambda _: None) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.train.common_start import CommonStart
-from hpctrain.train.divergence import ROUNDING, StepComparison
+from hpctrain.train.divergence import ROUNDING_LIMITS, StepComparison
 from hpctrain.train.fingerprints import PHASES
 from hpctrain.train.verdict import ComparisonResult, _hints, phase_table, verdict_of
 from tests.train.planted import Plant, in_moment, in_sum, in_weights, no_reduction, other_kernel, other_token
@@ -19,7 +19,7 @@ from tests.train.test_divergence import BIAS, DATA, UP, steps_of
 def said(world: World, plant: Plant) -> tuple[str, list[str]]:
     """The verdict on a trainer beside one in which something is planted, and the table of its phases."""
     one, other = steps_of(world, DATA), steps_of(world, DATA, plant)
-    comparison = StepComparison(ROUNDING["fp32"], same_layout=True, exact=True)
+    comparison = StepComparison(ROUNDING_LIMITS["fp32"], same_layout=True, exact=True)
     found: Any = []
     for number, each in enumerate(other, 1):
         found = comparison.of(one[number - 1], each)
@@ -28,7 +28,7 @@ def said(world: World, plant: Plant) -> tuple[str, list[str]]:
     run: Any = SimpleNamespace(rows={})
     start = CommonStart(0, True, None, None)
     code, lines = verdict_of(
-        ComparisonResult(run, run, start, one, other[:number], found, True, [], [], comparison.rounding)
+        ComparisonResult(run, run, start, one, other[:number], found, True, None, [], comparison.rounding)
     )
     assert code == 1
     return " ".join(lines), phase_table(found, True, None)
