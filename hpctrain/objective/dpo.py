@@ -52,7 +52,7 @@ class DirectPreference(PairObjective):
 
         def gradient_of(log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
             predicted = targets >= 0
-            # Subtract per token, so that sums are of small numbers; in fp64, as rows are long.
+            # Subtract for each token, so that the sums are small, and in fp64, because rows are long.
             log_ratios = sequence_sums((log_probabilities.double() - reference) * predicted, context)
             sizes = sequence_sums(predicted.double(), context)
             with torch.enable_grad():

@@ -27,6 +27,7 @@ from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.text import article
 
 _IGNORED = -100
+"""Target that torch's cross-entropy ignores."""
 
 
 class ModuleNextToken(NextToken):
@@ -116,8 +117,8 @@ class UserLoss(Objective):
 
     The function receives the module's outputs and a batch, whose fields are [batch, ...]. It returns a sum of
     losses and the count that sums of a step are divided by. For token files the fields are `tokens` and
-    `targets`, negative where nothing is predicted. Before this count is known, sums are divided by samples or
-    by tokens to predict.
+    `targets`, negative where nothing is predicted. The counts are known only after the forward passes. So a
+    step first divides by the number of samples, or of tokens to predict, and `normalize` corrects that.
 
     Attributes:
         function: The user's function.
@@ -156,24 +157,25 @@ class UserLoss(Objective):
     @override
     def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         batch = {name: field.contiguous() for name, field in inputs.fields.items()}
-        # If no row is a sample of the dataset, one row only keeps ranks in step, and is not counted.
+        # A micro-batch without samples has one padding row, so that this rank joins all collectives. It does
+        # not count.
         weight = 0.0 if self.of_samples and not inputs.present else 1.0
 
         def losses(outputs: Any) -> Losses:
             with run_user_code("model.loss fails"):
-                made = self.function(outputs, batch)
-            total, count = _sum_and_count(made)
+                result = self.function(outputs, batch)
+            total, count = _sum_and_count(result)
             loss, weighted_count = total.float() * weight, count * weight
             return Losses(loss * scale, (loss.detach(), weighted_count))
 
         return losses
 
 
-def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:
-    """Return sum and count of a user's loss function, both 0-dim. Does not wait for their values."""
-    if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[0], Tensor):
+def _sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
+    """Return the sum and the count in the result of a user's loss function, 0-dim, without a device wait."""
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], Tensor):
         raise HpctrainError("model.loss: its function must return a sum, which is a tensor, and a count")
-    total, given_count = made
+    total, given_count = result
     if total.dim():
         shape = list(total.shape)
         raise HpctrainError(

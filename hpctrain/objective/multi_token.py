@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the objective of a model with modules.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): objective of a model with MTP modules.
 
 The module of depth k predicts the token k + 1 positions ahead. The loss is that of the next token plus
 weight / d times the sum of the losses of all d depths, all divided by the number of next tokens to predict.
@@ -30,7 +30,7 @@ class MultiToken(NextToken):
     """Mean cross-entropy of the next token, and in training also that of tokens further ahead, in nats.
 
     Attributes:
-        depths: Number of modules, at least 1.
+        depths: Number of MTP modules, at least 1.
         weight: Weight of the mean loss of all depths.
     """
 
@@ -40,7 +40,7 @@ class MultiToken(NextToken):
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        if not metrics[MTP_LOSS]:  # an evaluation, which does not compute the modules
+        if not metrics[MTP_LOSS]:  # an evaluation, which does not run the MTP modules
             del metrics[MTP_LOSS]
         return 1.0
 
@@ -68,7 +68,7 @@ class MultiToken(NextToken):
 
 @dataclass(frozen=True)
 class _LossOfDepths:
-    """Loss function of a micro-batch: of all depths in training, and else of the next token alone."""
+    """Loss function of a micro-batch: for all depths in training, otherwise for the next token only."""
 
     inputs: ModelInputs
     scale: Tensor

@@ -24,8 +24,8 @@ class Losses:
     """Loss and metrics of one micro-batch on one rank.
 
     Attributes:
-        total: Scalar fp32 tensor from which the backward pass starts, with a gradient of 1. Its value may be
-            meaningless.
+        total: Scalar fp32 tensor from which the backward pass starts, with a gradient of 1. Only its gradient
+            is used; its value may differ from the loss.
         metrics: Sums of the objective's metrics on this rank, 0-dim each, in its order.
     """
 

@@ -1,8 +1,8 @@
 """Policy optimization: PPO's clipped surrogate loss (arXiv 1707.06347) and GRPO (arXiv 2402.03300).
 
-A model is moved towards its own answers that were better than expected, but not far from the policy that
-wrote them. GRPO uses the same loss, with advantages of whole answers, and adds the divergence from a
-reference model to the loss.
+The loss raises the probability of sampled answers that were better than expected. Clipping limits how far an
+update moves the policy from the one that sampled them. GRPO uses the same loss, with advantages of whole
+answers, and adds the divergence from a reference model to the loss.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class PolicyOptimization(Objective):
     The surrogate is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), where A is the advantage of a token
     and r the ratio of its probability to that when it was sampled.
 
-    Metrics other than the loss are means over tokens: `clip_share`, the fraction whose gradient is clipped
-    away (clip_fraction of other libraries); `moved`, the estimated divergence from the policy that sampled
-    them (their approx_kl); `entropy`, estimated by their log-
-    probabilities; and `kl`, the divergence from the reference.
+    Metrics other than the loss are means over tokens. `clip_share` is the fraction of tokens whose
+    gradient is zero because their ratio is clipped, and `moved` the estimated KL divergence from the policy
+    that sampled them (`clip_fraction` and `approx_kl` of Stable-Baselines3). `entropy` is estimated by the
+    negative log-probabilities, and `kl` is the divergence from the reference.
 
     Attributes:
         clip_low: Distance of the clip range below 1.
@@ -86,7 +86,7 @@ class PolicyOptimization(Objective):
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        """Divide the loss by its divisor, in place. Return by what gradients must still be divided.
+        """Divide the loss by its divisor, in place, and return what gradients must still be divided by.
 
         Gradients were divided by the count of tokens. The result is the true divisor over that count.
         """

@@ -42,7 +42,7 @@ class PairwiseReward(PairObjective):
     @override
     def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         targets, margins = inputs.fields["targets"].t(), inputs.fields.get(MARGIN)
-        extra_margins = None if margins is None else margins[0::2, 0]  # all positions of a row have the same
+        extra_margins = None if margins is None else margins[0::2, 0]  # the same at all positions
 
         def gradient_of(scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
             ends = answer_ends(targets, inputs.positions, context)
@@ -71,12 +71,12 @@ class PairwiseReward(PairObjective):
         """
         complete = present[0::2] & present[1::2]
         chosen, rejected = rewards[0::2], rewards[1::2]
-        ahead = chosen - rejected
+        difference = chosen - rejected
         margin = self.margin if extra_margins is None else self.margin + extra_margins.double()
-        losses = -functional.logsigmoid(ahead - margin)
+        losses = -functional.logsigmoid(difference - margin)
         if self.centering:
             losses = losses + self.centering * (chosen + rejected).square()
-        return pair_sums(complete, losses, ahead, chosen, rejected)
+        return pair_sums(complete, losses, difference, chosen, rejected)
 
 
 def answer_ends(targets: Tensor, positions: Tensor, context: Group) -> Tensor:

@@ -26,9 +26,9 @@ class ScoreLoss:
         """Return the metrics, and a total from which the backward pass starts, whose value is 0."""
         metrics: tuple[Tensor, ...] = ()
 
-        def of_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
+        def score_loss(scores: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal metrics
             gradient, metrics = self.gradient_of(scores, head.layer_context.context)
             return scores.new_zeros(()), gradient.float() * self.scale
 
-        return Losses(head(hidden, of_scores), metrics)
+        return Losses(head(hidden, score_loss), metrics)
