@@ -18,9 +18,10 @@ from hpctrain.sharding.state import MASTER
 
 @dataclass(frozen=True)
 class AdamW:
-    """Update rule with decoupled weight decay. It calls torch's kernel, to the same bits as torch's class.
+    """Update rule with decoupled weight decay. Results have the bits of `torch.optim.AdamW`.
 
-    torch's class imports its compiler, which takes a second and memory on every rank.
+    It calls the fused kernel directly, because torch's class imports the compiler: a second and memory on
+    every rank.
 
     Attributes:
         betas: Decays of the first and the second moment.
@@ -73,7 +74,7 @@ class AdamW:
     def _apply_momentum(
         self, part: ElementBatch, learning_rate: float, divisor: float, second_correction: float
     ) -> None:
-        """Update with gradients that are the first moment, and the bias correction of the second moment."""
+        """Update elements whose gradients already are the first moment, for 1-bit Adam."""
         first_correction = 1 - self.betas[0] ** part.updates.add_(1)
         part.state["exp_avg"].copy_(part.gradients.div_(divisor))
         part.decay_weights(learning_rate * self.weight_decay)

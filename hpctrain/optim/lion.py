@@ -1,4 +1,4 @@
-"""Lion (arXiv 2302.06675): each element moves by the learning rate, in the sign of a mean of gradients."""
+"""Lion (arXiv 2302.06675): each element moves by the learning rate, with the sign of averaged gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEAN = "exp_avg"
 
 @dataclass(frozen=True)
 class Lion:
-    """Update rule of signs.
+    """Update rule that moves all elements by the same amount, with the sign of an average of gradients.
 
     With gradient g, momentum m and parameter p:
 

@@ -221,7 +221,7 @@ class _PieceBuffer:
             part.copy_(weights)
             return
         if self._return is not None:
-            self._return.synchronize()  # it reads the memory that the next line overwrites
+            self._return.synchronize()  # its copy reads the memory that the next line overwrites
         rounded = self.memory[_VALUES][: part.numel()].copy_(weights)
         if isinstance(part, ScratchTensor):
             self._transfers.append(part.start_write(rounded))

@@ -117,15 +117,15 @@ def training_weights(averaged: AveragedRule | None, state: Mapping[str, Tensor])
     return averaged.training_weights(state[MASTER], state[averaged.offset_name])
 
 
-def are_masters(dtype: torch.dtype, updated_there: bool, rule: UpdateRule | None = None) -> bool:
+def are_masters(dtype: torch.dtype, updated_in_place: bool, rule: UpdateRule | None = None) -> bool:
     """Return True if parameters are their own master weights, so that no copy is needed.
 
     Args:
         dtype: dtype of the parameters.
-        updated_there: True if the update is computed where the parameters are.
+        updated_in_place: True if the update is computed where the parameters are.
         rule: Update rule. If it averages, parameters differ from master weights.
     """
-    return dtype == torch.float32 and updated_there and not isinstance(rule, AveragedRule)
+    return dtype == torch.float32 and updated_in_place and not isinstance(rule, AveragedRule)
 
 
 class Optimizer(ABC):
@@ -218,7 +218,7 @@ class Optimizer(ABC):
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Set the parameters to the weights of the model inside the context, and back to the same bits after.
+        """Set the parameters to the averaged weights inside the context, and restore the same bits after it.
 
         This matters only for an AveragedRule, which trains with other weights. Collective.
         """

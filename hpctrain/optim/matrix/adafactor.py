@@ -25,6 +25,7 @@ _DECAY = -0.8
 """Update number t has the weight t to this power in the mean squares."""
 
 _SMALLEST_SQUARE = 1e-30
+"""Number that is added to squared gradients (epsilon 1 of the paper)."""
 _LARGEST_UPDATE = 1.0
 """Root mean square of an update before the learning rate, above which it is scaled down."""
 

@@ -1,4 +1,7 @@
-"""Optimizer whose rule needs whole matrices, for all layouts. `optim/matrix/__init__.py` explains these."""
+"""Optimizer whose rule needs whole matrices, for all layouts.
+
+`optim/matrix/__init__.py` explains how ranks share the work.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class MatrixOptimizer(Optimizer):
         self.ranges: list[UpdatedElements] = []
         self.parameters: list[LocalMatrices] = []
         self.replicated: list[ReplicatedMatrices] = []
-        updated_alone: list[LocalMatrices] = []
+        not_replicated: list[LocalMatrices] = []
         for bucket, master in zip(buckets, masters, strict=True):
             for each in bucket.layout.update_ranges:
                 if not each.update_settings.in_blocks:
@@ -58,9 +61,9 @@ class MatrixOptimizer(Optimizer):
                 if trained and all(every.is_replicated for every in trained):
                     self.replicated.append(ReplicatedMatrices(rules.matrix_rule, bucket, each, trained))
                 else:
-                    updated_alone += trained
-        self._updated_alone = [each for each in updated_alone if not each.is_exchanged]
-        self.exchanged = ExchangedMatrices.all_of(rules.matrix_rule, updated_alone)
+                    not_replicated += trained
+        self._not_exchanged = [each for each in not_replicated if not each.is_exchanged]
+        self.exchanged = ExchangedMatrices.all_of(rules.matrix_rule, not_replicated)
 
     @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
@@ -69,7 +72,7 @@ class MatrixOptimizer(Optimizer):
             element_rate = learning_rate * self.rules.element_rate
             ranges = [each for each in self.ranges if each.state[MASTER].numel()]
             update_ranges(self.rules.element_rule, ranges, self.updates, element_rate, gradient_divisor)
-        for parameter in self._updated_alone:
+        for parameter in self._not_exchanged:
             parameter.update(self.rules.matrix_rule, updates, learning_rate, gradient_divisor)
         for exchanged in self.exchanged:
             exchanged.update(updates, learning_rate, gradient_divisor)
