@@ -40,7 +40,10 @@ def unpack_saved(saved: Tensor | PackedActivation) -> Tensor:
 
 
 Watch = Callable[[Tensor], PackedActivation]
-"""Function that is called for each tensor in memory; its result is kept as long as the tensor."""
+"""Function that counts tensors in memory.
+
+It is called for each tensor, and its result is kept as long as the tensor.
+"""
 
 
 class StoredActivation:

@@ -49,7 +49,7 @@ class DeviceCopies:
     def take(self, size: int) -> Tensor:
         """Return pinned memory of `size` bytes, to be given back.
 
-        Wait on the host for the copy that still reads it, if `give` has named one.
+        If `give` was called with a copy that may still read the memory, wait for that copy.
         """
         free = self._free[size]
         if not free:
@@ -69,7 +69,7 @@ class DeviceCopies:
         """
         self._free[host.numel()].append((host, copy))
 
-    def start_out(self, memory: Tensor, host: Tensor) -> StreamWork:
+    def start_copy_to_host(self, memory: Tensor, host: Tensor) -> StreamWork:
         """Start to copy to the host."""
         return self.stream.start(lambda: host.copy_(memory, non_blocking=True), [memory])
 
@@ -88,7 +88,7 @@ class _HostHandle(OffloadHandle):
     def __init__(self, copies: DeviceCopies, memory: Tensor) -> None:
         self.copies = copies
         self.host = copies.take(memory.numel())
-        self.out = copies.start_out(memory, self.host)
+        self.out = copies.start_copy_to_host(memory, self.host)
         self.fetching: tuple[Tensor, StreamWork] | None = None
 
     @override
@@ -203,7 +203,7 @@ class _DiskHandle(OffloadHandle):
             self._write(memory)
         else:
             self.host = store.copies.take(self.size)
-            self.out = store.copies.start_out(memory, self.host)
+            self.out = store.copies.start_copy_to_host(memory, self.host)
 
     def _write(self, memory: Tensor) -> None:
         self.writing = self.region.file.start_write(self.region.offset, memory)

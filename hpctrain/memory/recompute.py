@@ -94,7 +94,7 @@ class Recompute(SavedPolicy):
             compute = partial(
                 _call_and_keep, [self.watch(each) for each in tensors_of((arguments, options))], compute
             )
-        # Meta tensors of a plan report another device in the backward pass, which the check would refuse.
+        # In plans, "meta" tensors report another device in the backward pass, which the check would refuse.
         check = "none" if any(each.is_meta for each in tensors_of((arguments, options))) else "default"
         run = partial(checkpoint, use_reentrant=False, context_fn=contexts, determinism_check=check)
         return run(compute, *arguments, **options)
@@ -107,7 +107,7 @@ class Recompute(SavedPolicy):
             if watch is None:
                 yield
                 return
-            # The hooks of torch's checkpoint, which ours would hide.
+            # Call the hooks of torch's checkpoint from these hooks, which replace them.
             pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
             packed: list[PackedActivation] = []
 
@@ -129,9 +129,10 @@ class Recompute(SavedPolicy):
 
 
 class _FreshContext(AbstractContextManager[None]):
-    """Context that is made by `make` each time that it is entered.
+    """Context manager that may be entered several times, each time with a new context from `make`.
 
-    A block that computes a gradient in its forward pass is recomputed for that one, too.
+    This happens if a block computes a gradient in its own forward pass: it is also recomputed for that
+    gradient.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:

@@ -24,7 +24,9 @@ from hpctrain.memory.offload_folder import FILE_NAME, delete_offload_folder, del
 from hpctrain.units import format_bytes
 
 THREADS = 4
+"""Threads of a rank that read and write files."""
 _LARGEST_CALL = 1 << 30
+"""Largest number of bytes of one system call. Linux transfers less than 2 GiB at a time."""
 
 
 Transfer = Future[None]
@@ -82,7 +84,7 @@ class ScratchFile:
 
 
 class ScratchSlice(ABC):
-    """Flat tensor of `length` elements of type `dtype` in a file. Slices with step 1 are also in the file."""
+    """Flat tensor of `length` elements of type `dtype` in a file. A slice with step 1 is in the same file."""
 
     length: int
     dtype: torch.dtype
@@ -161,7 +163,8 @@ def storage_bytes(tensors: Iterable[Flat | None]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-PIECE_BYTES = 16 << 20  # memory to read or write a file piece by piece, where speed does not matter
+PIECE_BYTES = 16 << 20
+"""Size of the pieces in which whole tensors in files are read or written, where speed does not matter."""
 
 
 def fill_pieces(flat: Flat) -> Iterator[tuple[int, Tensor]]:
