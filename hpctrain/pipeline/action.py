@@ -35,6 +35,7 @@ _HEADER = re.compile(
 )
 _IDLE = "-"
 _MAX_PROBLEMS = 10
+"""Largest number of problems that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class Schedule:
         return ScheduleDependencies(tuple(stages), nothing + 1, nothing)
 
     def part(self, stage: int, chunk: int) -> int:
-        """Return which part of the model (0 is the input's) is chunk `chunk` of `stage`."""
+        """Return the index of the model part that `stage` holds as its chunk `chunk`. Part 0 is the first."""
         is_reversed = self.placement == "v" and chunk % 2 == 1
         return chunk * self.stage_count + (self.stage_count - 1 - stage if is_reversed else stage)
 
@@ -196,7 +197,7 @@ class Schedule:
             source: Name of the text in error messages, such as the path of its file.
 
         Raises:
-            HpctrainError: The text is not a schedule. Names `source`, the line and the word.
+            HpctrainError: The text is not a schedule. The message names `source`, the line and the word.
         """
         stages: list[tuple[Action, ...]] = []
         problems: list[str] = []

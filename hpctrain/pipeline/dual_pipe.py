@@ -18,8 +18,8 @@ def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
     and with I = F the bubble is (p - 1)(F + B - 2 W). If each F and the B after it run as one action of time
     F&B, whose two results are ready only at its end, it is (p - 1)(F&B + B - 3 W) (DeepSeek's formula).
 
-    The schedule is meant for at least 2 p micro-batches. With fewer, it is the order for 2 p without the
-    missing ones.
+    The schedule is meant for at least 2 p micro-batches. With fewer, it is the order for 2 p micro-batches
+    without the actions of the missing ones.
 
     Args:
         stages: Number of stages, p.
@@ -36,7 +36,7 @@ def _passes(stage: int, stages: int, micro_batches: int) -> list[str]:
     passes = ["F0"] * 2 * after + ["F0", "F1"] * (stage + 1) + ["I1", "W", "F1"] * after
     passes += ["F0", "B1", "F1", "B0"] * (micro_batches - 2 * stages + stage + 1)
     passes += ["B1", "F1", "B0"] * after
-    # The first half of these are whole; from then on, weight gradients are delayed.
+    # The first half of these backward passes are B; after that, weight gradients are delayed.
     for number in range(2 * (stage + 1)):
         passes.append(f"{'I' if number > stage else 'B'}{1 - number % 2}")
     return passes + ["W", "I0"] * after + ["W"] * (stage + 1)

@@ -17,8 +17,10 @@ from hpctrain.pipeline.v_schedule import LIMITS, search_v_schedule
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 from hpctrain.text import either, nearest
 
-MAX_STAGES, MAX_MICRO_BATCHES, MAX_CHUNKS = 10_000, 1_000_000, 1_000  # that the text form can express
+MAX_STAGES, MAX_MICRO_BATCHES, MAX_CHUNKS = 10_000, 1_000_000, 1_000
+"""Largest numbers that the text format of schedules can express."""
 MAX_ACTIONS = 10_000_000
+"""Largest number of forward passes of a generated schedule."""
 
 
 def naive(stages: int, micro_batches: int) -> Schedule:
@@ -78,7 +80,8 @@ ONE_CHUNK_SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-SEARCHED_SCHEDULES = frozenset(LIMITS)  # for given times, within a limit of activations
+SEARCHED_SCHEDULES = frozenset(LIMITS)
+"""Schedules that a search finds for given times, within a limit of activations."""
 
 
 def generate_schedule(

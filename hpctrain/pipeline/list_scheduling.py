@@ -6,7 +6,7 @@ numbers come first. Whenever a stage is idle, it takes the action with the lowes
 If the input of this action has not arrived, it takes another one that is ready. Weight gradients (W) fill the
 gaps, and free memory when the activations are at their limit.
 
-After a send, a stage continues only when the receiver has started to process the message before. So no
+After a send, a stage continues only when the receiver has started to process the previous message. So no
 schedule that is made here can deadlock, even if sends block.
 """
 
@@ -24,7 +24,7 @@ from hpctrain.pipeline.simulate import PartTimes
 
 FORWARD_0, FORWARD_1, GRADIENT_0, GRADIENT_1 = range(4)
 STREAMS = range(4)
-_WEIGHT_GRADIENT = 4  # choice of the oldest weight gradient (W), in place of a stream
+_WEIGHT_GRADIENT = 4  # result of `choose` for the oldest weight gradient (W), which is in no stream
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule, live_activations
 
 _MAX_PROBLEMS_PER_STAGE = 10
+"""Largest number of missing actions that are reported for a stage."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
     Raises:
         HpctrainError: The schedule does not complete, or a sequence of times has the wrong length.
     """
-    starts, ends = simulate_available(schedule, times)
+    starts, ends = simulate_until_blocked(schedule, times)
     problems = [
         f"schedule: stage {stage} never starts {actions[len(started)]}, because the actions that it "
         "requires do not complete"
@@ -130,17 +130,19 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
     return summarize(schedule, starts, ends)
 
 
-def simulate_available(schedule: Schedule, times: StageTimes) -> tuple[list[list[float]], list[list[float]]]:
+def simulate_until_blocked(
+    schedule: Schedule, times: StageTimes
+) -> tuple[list[list[float]], list[list[float]]]:
     """Return start and end of each action of every stage, up to the first one whose input never arrives."""
     parts = times_by_part(times, schedule)
     split = parts.input_gradient, parts.weight_gradient
     whole = [one + other for one, other in zip(*split, strict=True)]
-    durations = [*parts.forward, *split[0], *split[1], *whole]  # as ActionIndices count them
+    durations = [*parts.forward, *split[0], *split[1], *whole]  # in the order of `ActionIndices.duration`
     delays = [*parts.communication, 0.0]
     dependencies = schedule.dependencies
     ends: list[float | None] = [None] * dependencies.result_count
     ends[dependencies.always_ready] = 0.0
-    waiting: dict[int, int] = {}  # by awaited result, the stage that waits
+    waiting: dict[int, int] = {}  # stage that waits, by the result that it waits for
     starts_by_stage: list[list[float]] = [[] for _ in schedule.stages]
     ends_by_stage: list[list[float]] = [[] for _ in schedule.stages]
     runnable = list(range(schedule.stage_count))

@@ -30,8 +30,8 @@ def minimum_cost(times: PartTimes, micro_batches: int, limit: int) -> float:
     gradient = list(accumulate(map(fsum, hops), initial=forward[-1] + times.forward[-1]))[::-1]
     longest = 0.0
     for stage in range(times.stages):
-        up, begin = 2 * times.stages - 1 - stage, forward[stage]
-        waits = forward[up] - begin, gradient[up] - begin, gradient[stage] - begin
+        second_part, begin = 2 * times.stages - 1 - stage, forward[stage]
+        waits = forward[second_part] - begin, gradient[second_part] - begin, gradient[stage] - begin
         work = times.stage_durations(stage)
         idle = _minimum_idle(work, waits, micro_batches, limit)
         # Time from F to the end of I, of both chunks.
@@ -55,12 +55,13 @@ def _minimum_idle(
     forward_0, forward_1, gradient_0, gradient_1, weight_0, weight_1 = work
     second, gradient, last = waits
     live = min(micro_batches, limit)
-    twice = min(micro_batches, limit // 2 if forward_1 > forward_0 else limit - live)
-    once = min(micro_batches, limit - twice)
+    # Forward passes of each chunk that fit below the limit before the first gradient arrives.
+    forwards_1 = min(micro_batches, limit // 2 if forward_1 > forward_0 else limit - live)
+    forwards_0 = min(micro_batches, limit - forwards_1)
     chunk_1 = forward_1 + gradient_1 + weight_1
     first = max(
         second - live * forward_0,
-        gradient - once * forward_0 - twice * forward_1,
+        gradient - forwards_0 * forward_0 - forwards_1 * forward_1,
         last - live * (forward_0 + chunk_1),
         0.0,
     )

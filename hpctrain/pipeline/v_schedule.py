@@ -34,11 +34,15 @@ from hpctrain.pipeline.simulate import PartTimes, StageTimes, peak_activations, 
 from hpctrain.pipeline.v_bound import minimum_cost
 
 _MAX_CANDIDATES = 320
-_MAX_PLACED_ACTIONS = 320_000  # over all candidates; takes about a second
+"""Largest number of building blocks that a search tries."""
+_MAX_PLACED_ACTIONS = 320_000
+"""Largest number of actions in all tried schedules together, which take about a second."""
 _FINALISTS = 4
+"""Number of building blocks that are tried with all micro-batches."""
 _ROUNDING = 1e-9
+"""Relative difference of times that counts as a rounding error."""
 _GAIN = 0.01
-"""Relative gain that must be possible for a search: a fraction of the fixed order's cost."""
+"""Smallest possible gain for which a search runs: distance of the fixed order from the bound, relative."""
 
 
 LIMITS: Mapping[str, Callable[[int], int]] = {
@@ -191,26 +195,26 @@ def _block_priorities(
     fastest = fastest_forward + fastest_backward
     work = max(math.fsum(times.stage_durations(stage)) for stage in range(stages))
     period = max(work, 2 * stages * fastest / limit) * block.period_factor
-    # On every stage, activations are live for 2 p x (time of one step down the stages and one back).
+    # On every stage, activations are live for 2 p times the time of one forward and one backward hop.
     longest = limit * work / (2 * stages)
-    slack = [max(0.0, longest * room - fastest) for room in block.lifetime_share]
+    slack = [max(0.0, longest * share - fastest) for share in block.lifetime_share]
     forward = [fastest_forward + s * share for s, share in zip(slack, block.forward_share, strict=True)]
     backward = [
         fastest_backward + s * (1 - share) for s, share in zip(slack, block.forward_share, strict=True)
     ]
-    rise = stages * forward[0] + block.idle_times[0] * work
-    turning_time = rise + stages * forward[1] + block.idle_times[1] * work
-    back = turning_time + stages * backward[1] + block.idle_times[2] * work
-    ranks = []
+    forward_0_end = stages * forward[0] + block.idle_times[0] * work
+    forward_1_end = forward_0_end + stages * forward[1] + block.idle_times[1] * work
+    gradient_1_end = forward_1_end + stages * backward[1] + block.idle_times[2] * work
+    priorities = []
     for stage in range(stages):
         after = stages - 1 - stage
         start = [0.0, 0.0, 0.0, 0.0]
         start[FORWARD_0] = stage * forward[0]
-        start[FORWARD_1] = rise + after * forward[1]
-        start[GRADIENT_1] = turning_time + stage * backward[1]
-        start[GRADIENT_0] = back + after * backward[0]
-        ranks.append([[start[stream] + m * period for m in range(micro_batches)] for stream in STREAMS])
-    return ListPriorities(ranks, block.patience, block.finish_first)
+        start[FORWARD_1] = forward_0_end + after * forward[1]
+        start[GRADIENT_1] = forward_1_end + stage * backward[1]
+        start[GRADIENT_0] = gradient_1_end + after * backward[0]
+        priorities.append([[start[stream] + m * period for m in range(micro_batches)] for stream in STREAMS])
+    return ListPriorities(priorities, block.patience, block.finish_first)
 
 
 def _sequential(stages: int, micro_batches: int) -> Schedule:
@@ -223,7 +227,7 @@ def _sequential(stages: int, micro_batches: int) -> Schedule:
 def _zb_v(stages: int, micro_batches: int) -> Schedule:
     """Return ZB-V as in the paper, without a bubble if all passes take equally long (arXiv 2401.10241).
 
-    With fewer than 2 p micro-batches it is the order for 2 p without the missing ones.
+    With fewer than 2 p micro-batches it is the order for 2 p, without the actions of the missing ones.
     """
     full = max(micro_batches, 2 * stages)
     orders = []

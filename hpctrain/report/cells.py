@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from hpctrain.pipeline.action import Action, Kind, Schedule
-from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate_available
+from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate_until_blocked
 from hpctrain.text import counted
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -55,7 +55,7 @@ def arrange(schedule: Schedule, simulation: Simulation | None) -> list[list[Cell
     times = (
         (simulation.start, simulation.end)
         if simulation
-        else simulate_available(schedule, StageTimes(unit, unit, unit))
+        else simulate_until_blocked(schedule, StageTimes(unit, unit, unit))
     )
     rows = [list(map(Cell, *row)) for row in zip(schedule.stages, *times, strict=True)]
     last = max((row[-1].end for row in rows if row), default=0.0)
