@@ -78,7 +78,7 @@ class AttentionBenchOptions:
 
 
 @dataclass(frozen=True)
-class AttentionFigures:
+class AttentionResult:
     """Measured times of one kind of attention: medians over the rounds, of the slowest rank.
 
     Attributes:
@@ -116,14 +116,14 @@ def bench_attention(world: World, options: AttentionBenchOptions, rounds: int, o
         world, Machine(), place, used_bytes(world.device) + needed, lambda _: "use a shorter sequence"
     )
     torch.set_num_threads(1)
-    figures = measure_attention(world, size, FORMATS[options.format_name], rounds)
+    results = measure_attention(world, size, FORMATS[options.format_name], rounds)
     setting = f"{options.format_name}, {gpu_name(world.device) or processor_name()}"
-    publish(world, lines(figures, size, setting), [asdict(each) for each in figures], output)
+    publish(world, result_lines(results, size, setting), [asdict(each) for each in results], output)
 
 
 def measure_attention(
     world: World, size: AttentionSize, dtype: torch.dtype, rounds: int
-) -> list[AttentionFigures]:
+) -> list[AttentionResult]:
     """Return the times of full attention and of attention with the window, by all functions. Collective."""
     variants = {
         (name, window): _pass_timer(functions, size, window, dtype, world.device)
@@ -138,7 +138,7 @@ def measure_attention(
             if number:  # the first round fills caches
                 times[key].append((slowest(world, forward), slowest(world, backward)))
     return [
-        AttentionFigures(
+        AttentionResult(
             name,
             window,
             median(forward for forward, _ in seconds),
@@ -149,11 +149,11 @@ def measure_attention(
     ]
 
 
-def lines(figures: Sequence[AttentionFigures], size: AttentionSize, setting: str) -> list[str]:
+def result_lines(results: Sequence[AttentionResult], size: AttentionSize, setting: str) -> list[str]:
     """Return a table of the results with a heading.
 
     Args:
-        figures: The results.
+        results: The results.
         size: Sizes of attention with the window.
         setting: Format and device.
     """
@@ -162,8 +162,10 @@ def lines(figures: Sequence[AttentionFigures], size: AttentionSize, setting: str
     rows: list[tuple[str, ...]] = [
         ("functions", "window", "forward", "backward", "speed", "lowest", "highest")
     ]
-    for each in figures:
-        speed = [f"{of(each.speed):.2f}" for of in (median, min, max)] if each.window else ["1", "", ""]
+    for each in results:
+        speed = ["1", "", ""]
+        if each.window:
+            speed = [f"{statistic(each.speed):.2f}" for statistic in (median, min, max)]
         times = map(format_seconds, (each.forward_s, each.backward_s))
         rows.append((each.functions, str(each.window or "none"), *times, *speed))
     return [

@@ -53,7 +53,7 @@ _MICRO_SIZE, _SEQUENCE = 4, 256
 
 
 @dataclass(frozen=True)
-class BlocksFigures:
+class BlocksResult:
     """Measured speed of the blocks of one family.
 
     Attributes:
@@ -110,14 +110,14 @@ def bench_blocks(
             if name in families or not families
         }
     torch.set_num_threads(1)
-    figures = measure_blocks(world, decks, rounds)
+    results = measure_blocks(world, decks, rounds)
     deck = next(iter(decks.values()))
     tokens = f"{deck.batch.micro_size * deck.batch.sequence:,} tokens"
     setting = f"{tokens}, {deck.precision.format_name}, {gpu_name(world.device) or processor_name()}"
-    publish(world, lines(figures, setting), [asdict(each) for each in figures], output)
+    publish(world, result_lines(results, setting), [asdict(each) for each in results], output)
 
 
-def measure_blocks(world: World, decks: Mapping[str, Deck], rounds: int) -> list[BlocksFigures]:
+def measure_blocks(world: World, decks: Mapping[str, Deck], rounds: int) -> list[BlocksResult]:
     """Return the speeds of the blocks of decks. Collective.
 
     Args:
@@ -149,7 +149,7 @@ def measure_blocks(world: World, decks: Mapping[str, Deck], rounds: int) -> list
     }
     first = next(iter(shares.values()))
     return [
-        BlocksFigures(
+        BlocksResult(
             name,
             works[name].parameters,
             seconds,
@@ -160,19 +160,19 @@ def measure_blocks(world: World, decks: Mapping[str, Deck], rounds: int) -> list
     ]
 
 
-def lines(figures: Sequence[BlocksFigures], setting: str) -> list[str]:
+def result_lines(results: Sequence[BlocksResult], setting: str) -> list[str]:
     """Return a table of the results with a heading.
 
     Args:
-        figures: The results.
+        results: The results.
         setting: Tokens, format and device.
     """
-    first = figures[0].family
+    first = results[0].family
     rows: list[tuple[str, ...]] = [
         ("family", "parameters", "time", "share", f"of {first}", "lowest", "highest")
     ]
-    for each in figures:
-        relative = (f"{of(each.relative):.3f}" for of in (median, min, max))
+    for each in results:
+        relative = (f"{statistic(each.relative):.3f}" for statistic in (median, min, max))
         share = f"{median(each.share):.1%}"
         rows.append(
             (

@@ -31,7 +31,7 @@ from hpctrain.units import format_bytes, format_count
 
 
 @dataclass(frozen=True)
-class FormFigures:
+class FormResult:
     """Results of one form of communication.
 
     Attributes:
@@ -92,7 +92,7 @@ def bench_communication(
     corpus = open_corpus(deck, world)
     if corpus.validation is None:
         raise HpctrainError(deck.problem("data.validation", "must be above 0 for the evaluation (use 0.01)"))
-    figures: list[FormFigures] = []
+    results: list[FormResult] = []
     for name, changes in forms.items():
         if only and name not in {*only, *variants}:
             continue
@@ -103,15 +103,15 @@ def bench_communication(
             if world.rank == 0:
                 print(f"{name}: skipped: {error.problems[0]}", flush=True)
             continue
-        figures.append(_train(world, resolve_vocabulary(changed, corpus), corpus, name, changes))
+        results.append(_train(world, resolve_vocabulary(changed, corpus), corpus, name, changes))
         if world.rank == 0:
-            print(f"{name}: validation loss {figures[-1].validation:.4f}", flush=True)
-    if not figures:
+            print(f"{name}: validation loss {results[-1].validation:.4f}", flush=True)
+    if not results:
         raise HpctrainError(f"{path}: supports none of the selected forms of communication")
-    publish(world, table(rows(figures)), [asdict(each) for each in figures], output)
+    publish(world, table(rows(results)), [asdict(each) for each in results], output)
 
 
-def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[str, ...]) -> FormFigures:
+def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[str, ...]) -> FormResult:
     """Train a deck and evaluate it once."""
     trainer, counter = new_trainer(world, deck, corpus.train), _PayloadCounter()
     trainer.hooks.append(counter)
@@ -124,14 +124,14 @@ def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[s
     trainer.engine.close()
     del trainer
     gc.collect()
-    return FormFigures(name, changes, counter.bytes / deck.run.steps, loss, counter.tokens / seconds)
+    return FormResult(name, changes, counter.bytes / deck.run.steps, loss, counter.tokens / seconds)
 
 
-def rows(figures: Sequence[FormFigures]) -> list[list[str]]:
+def rows(results: Sequence[FormResult]) -> list[list[str]]:
     """Return the rows of the table; differences are those to the first form, in percent of its loss."""
     lines = [["form", "payload per step", "of the first", "validation loss", "difference", "tokens/s"]]
-    first = figures[0] if figures else None
-    for each in figures:
+    first = results[0] if results else None
+    for each in results:
         assert first is not None
         share = f"{100 * each.payload / first.payload:.3g}%" if first.payload else ""
         difference = f"{100 * (each.validation / first.validation - 1):+.2f}%" if each is not first else ""

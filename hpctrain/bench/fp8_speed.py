@@ -95,7 +95,7 @@ class MatmulShape:
 
 
 @dataclass(frozen=True)
-class ProductFigures:
+class MatmulResult:
     """Times of one shape with one recipe: medians over the rounds, of the slowest rank.
 
     Attributes:
@@ -133,12 +133,12 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
     for shape in parsed_shapes:
         needed = used + shape.needed_bytes
         require_memory(world, Machine(), f"--shape {shape}", needed, lambda _: "use a smaller shape")
-    figures = [each for shape in parsed_shapes for each in measure_shape(world, shape, rounds)]
+    results = [each for shape in parsed_shapes for each in measure_shape(world, shape, rounds)]
     device = gpu_name(world.device) or "CPU"
-    publish(world, lines(figures, device), [asdict(each) for each in figures], output)
+    publish(world, result_lines(results, device), [asdict(each) for each in results], output)
 
 
-def measure_shape(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigures]:
+def measure_shape(world: World, shape: MatmulShape, rounds: int) -> list[MatmulResult]:
     """Return the times of a shape with bf16 and with each recipe. Collective."""
     variants = {BASE: _variant(shape, None, world.device)}
     variants |= {name: _variant(shape, recipe, world.device) for name, recipe in RECIPES.items()}
@@ -165,7 +165,7 @@ def measure_shape(world: World, shape: MatmulShape, rounds: int) -> list[Product
         for name in variants
     }
     return [
-        ProductFigures(
+        MatmulResult(
             str(shape),
             name,
             native_products(RECIPES[name], world.device) if name in RECIPES else None,
@@ -177,13 +177,13 @@ def measure_shape(world: World, shape: MatmulShape, rounds: int) -> list[Product
     ]
 
 
-def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
+def result_lines(results: Sequence[MatmulResult], device: str) -> list[str]:
     """Return a table of each shape."""
     marks = {"all": "", "stored": " (partly emulated)", "none": " (emulated)", None: ""}
     text: list[str] = []
-    for shape in dict.fromkeys(each.shape for each in figures):
+    for shape in dict.fromkeys(each.shape for each in results):
         rows: list[tuple[str, ...]] = [("recipe", *PASSES, "all three", *PARTS, "of bf16")]
-        for each in figures:
+        for each in results:
             if each.shape == shape:
                 passes = [each.passes_s[part] for part in PASSES]
                 parts = [format_seconds(each.parts_s[part]) if each.parts_s else "" for part in PARTS]

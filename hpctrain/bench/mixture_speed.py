@@ -40,7 +40,7 @@ from hpctrain.text import counted, table
 
 
 @dataclass(frozen=True)
-class MixtureFigures:
+class MixtureResult:
     """Measured times, in seconds of the slowest rank by round, and ratios, as medians over the rounds.
 
     Attributes:
@@ -89,11 +89,11 @@ def bench_mixture(
             raise HpctrainError(deck.problem("layout.tensor", problem))
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
-    figures = _measure(world, deck, steps, rounds)
-    publish(world, _result_lines(deck, world, figures), asdict(figures), output)
+    results = _measure(world, deck, steps, rounds)
+    publish(world, _result_lines(deck, world, results), asdict(results), output)
 
 
-def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigures:
+def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureResult:
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
     mesh = make_mesh(deck, world)
     deck_step = hpctrain_variant(layout_name(mesh), deck, world, mesh).step
@@ -113,7 +113,7 @@ def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigure
     seconds = time_by_turns(world, operations, rounds, steps)
     step, data_step = seconds["step"], seconds.get("data")
     exchanges = [passes * mixture_layers * each for each in seconds["exchange"]]
-    return MixtureFigures(
+    return MixtureResult(
         step,
         data_step,
         seconds["mixture"],
@@ -217,26 +217,26 @@ def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -
     return once
 
 
-def _result_lines(deck: Deck, world: World, figures: MixtureFigures) -> list[str]:
+def _result_lines(deck: Deck, world: World, results: MixtureResult) -> list[str]:
     """Return the results as a table with sentences."""
     tokens = deck.batch.global_size * deck.batch.sequence
     times = {
-        "step, experts distributed as in the deck": figures.step_s,
-        "step, all experts on every rank": figures.whole_s,
-        "mixture layer on one rank": figures.mixture_s,
-        "dense layer with as many active features": figures.dense_s,
-        "dispatch and combination in a step": figures.exchange_s,
+        "step, experts distributed as in the deck": results.step_s,
+        "step, all experts on every rank": results.whole_s,
+        "mixture layer on one rank": results.mixture_s,
+        "dense layer with as many active features": results.dense_s,
+        "dispatch and combination in a step": results.exchange_s,
     }
     rows = [["time in ms", "median", "lowest", "highest"]]
     for name, seconds in times.items():
         if seconds is not None:
-            rows.append([name, *(f"{1e3 * of(seconds):.1f}" for of in (median, min, max))])
-    relative_speed = f"tokens/s relative to all experts on every rank: {figures.spread or 0:.1%}"
+            rows.append([name, *(f"{1e3 * statistic(seconds):.1f}" for statistic in (median, min, max))])
+    relative_speed = f"tokens/s relative to all experts on every rank: {results.spread or 0:.1%}"
     return [
         f"{deck.run.title}: {deck.precision.format_name}, {counted(world.size, 'rank')}, "
         f"{tokens} tokens per step",
         *table(rows),
-        *([relative_speed] if figures.spread is not None else []),
-        f"FLOP/s of the mixture layer relative to the dense layer: {figures.layer:.1%}",
-        f"share of dispatch and combination in the step: {figures.exchange:.1%}",
+        *([relative_speed] if results.spread is not None else []),
+        f"FLOP/s of the mixture layer relative to the dense layer: {results.layer:.1%}",
+        f"share of dispatch and combination in the step: {results.exchange:.1%}",
     ]

@@ -91,7 +91,7 @@ class WidthTraining:
 
 
 @dataclass
-class WidthsFigures:
+class WidthResults:
     """Results by parametrization.
 
     Attributes:
@@ -153,15 +153,15 @@ def bench_mup(
     else:
         corpus = open_corpus(deck, world)
         deck, batches = resolve_vocabulary(deck, corpus), corpus.train
-    figures = WidthsFigures()
-    check_coordinates(world, deck, batches, options, figures)
+    results = WidthResults()
+    check_coordinates(world, deck, batches, options, results)
     if options.rates:
-        sweep_rates(world, deck, batches, options, figures)
-    rates = ["", *table(rate_rows(figures))] if options.rates else []
-    publish(world, [*table(spread_rows(figures)), *rates], asdict(figures), output)
+        sweep_rates(world, deck, batches, options, results)
+    rates = ["", *table(rate_rows(results))] if options.rates else []
+    publish(world, [*table(spread_rows(results)), *rates], asdict(results), output)
     with world.agreement():
         if world.rank == 0 and picture is not None:
-            draw_widths(picture, figures.spread, figures.loss, best_rate)
+            draw_widths(picture, results.spread, results.loss, best_rate)
 
 
 def with_base(deck: Deck) -> Deck:
@@ -206,7 +206,7 @@ def change_width(deck: Deck, width: int, parametrization: str, wider_heads: bool
 
 
 def check_coordinates(
-    world: World, deck: Deck, batches: Batches, options: WidthBenchOptions, figures: WidthsFigures
+    world: World, deck: Deck, batches: Batches, options: WidthBenchOptions, results: WidthResults
 ) -> None:
     """Measure the standard deviations of outputs, and add them to the results. Collective.
 
@@ -228,12 +228,12 @@ def check_coordinates(
 
     seeds = range(options.seeds)
     jobs = [WidthTraining(*each) for each in product(PARAMETRIZATIONS, options.widths, seeds)]
-    results = distribute(world, jobs, measure)
+    job_results = distribute(world, jobs, measure)
     for name in PARAMETRIZATIONS:
-        figures.spread[name] = {
+        results.spread[name] = {
             kind: {
                 width: [
-                    fmean(results[WidthTraining(name, width, seed)][step][kind] for seed in seeds)
+                    fmean(job_results[WidthTraining(name, width, seed)][step][kind] for seed in seeds)
                     for step in range(options.steps + 1)
                 ]
                 for width in options.widths
@@ -243,7 +243,7 @@ def check_coordinates(
 
 
 def sweep_rates(
-    world: World, deck: Deck, batches: Batches, options: WidthBenchOptions, figures: WidthsFigures
+    world: World, deck: Deck, batches: Batches, options: WidthBenchOptions, results: WidthResults
 ) -> None:
     """Train each width with each learning rate, and add the losses to the results. Collective."""
 
@@ -261,10 +261,10 @@ def sweep_rates(
 
     cases = product(PARAMETRIZATIONS, options.rate_widths, options.rates)
     jobs = [WidthTraining(name, width, rate=rate) for name, width, rate in cases]
-    results = distribute(world, jobs, train)
+    job_results = distribute(world, jobs, train)
     for name, width in product(PARAMETRIZATIONS, options.rate_widths):
-        losses = {rate: results[WidthTraining(name, width, rate=rate)] for rate in sorted(options.rates)}
-        figures.loss.setdefault(name, {})[width] = losses
+        losses = {rate: job_results[WidthTraining(name, width, rate=rate)] for rate in sorted(options.rates)}
+        results.loss.setdefault(name, {})[width] = losses
 
 
 def distribute(
@@ -350,11 +350,11 @@ def ratio(values: Sequence[float]) -> float:
     return max(values) / min(values) if min(values) > 0 else inf
 
 
-def spread_rows(figures: WidthsFigures) -> list[list[str]]:
+def spread_rows(results: WidthResults) -> list[list[str]]:
     """Return the rows of a table of standard deviations after the last step, with ratios over the widths."""
-    widths = list(next(iter(figures.spread["mup"].values())))
+    widths = list(next(iter(results.spread["mup"].values())))
     rows = [["spread of", "param.", *(f"width {each}" for each in widths), "largest / least", "at the start"]]
-    for name, kinds in figures.spread.items():
+    for name, kinds in results.spread.items():
         for kind, by_width in kinds.items():
             first, last = ([steps[index] for steps in by_width.values()] for index in (0, -1))
             rows.append(
@@ -363,11 +363,11 @@ def spread_rows(figures: WidthsFigures) -> list[list[str]]:
     return rows
 
 
-def rate_rows(figures: WidthsFigures) -> list[list[str]]:
+def rate_rows(results: WidthResults) -> list[list[str]]:
     """Return the rows of a table of losses by rate, with the best rate of each width and their ratio."""
-    rates = list(next(iter(figures.loss["mup"].values())))
+    rates = list(next(iter(results.loss["mup"].values())))
     rows = [["loss at width", "param.", *(f"rate {rate:.3g}" for rate in rates), "best rate", "ratio"]]
-    for name, by_width in figures.loss.items():
+    for name, by_width in results.loss.items():
         best = {width: best_rate(losses) for width, losses in by_width.items()}
         known = [rate for rate in best.values() if rate is not None]
         best_ratio = f"{ratio(known):.2f}" if len(known) == len(best) else ""

@@ -26,7 +26,7 @@ CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class OffloadFigures:
+class OffloadResult:
     """Results: medians over the rounds, of the slowest rank.
 
     Attributes:
@@ -97,10 +97,10 @@ def bench_offload(
     )
     shares = [(a + b) / c for a, b, c in zip(*seconds.values(), strict=True)]
     disk, memory, files = map(median, seconds.values())
-    figures = OffloadFigures(2 * size, disk, memory, files, median(shares))
+    results = OffloadResult(2 * size, disk, memory, files, median(shares))
     scratch.close()
     file_engine.close()
-    publish(world, figures.lines(), asdict(figures), output)
+    publish(world, results.lines(), asdict(results), output)
 
 
 def _build_engine(deck: Deck, world: World, device: str) -> Engine:

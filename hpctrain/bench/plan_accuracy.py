@@ -124,7 +124,7 @@ def bench_plan(
     for _, names_of_model in groupby(names, lambda name: name.split("-")[0]):
         rows += _measure_steps(world, list(names_of_model), rates, steps, rounds)
         gc.collect()
-    publish(world, figure_lines(rows, rates), figures(rows, rates), output)
+    publish(world, result_lines(rows, rates), json_results(rows, rates), output)
 
 
 def _measure_rates(world: World) -> MachineRates:
@@ -178,7 +178,7 @@ def regrets(rows: Sequence[PlannedStep]) -> dict[str, float]:
     }
 
 
-def figures(rows: Sequence[PlannedStep], rates: MachineRates) -> dict[str, object]:
+def json_results(rows: Sequence[PlannedStep], rates: MachineRates) -> dict[str, object]:
     """Return the results for a JSON file."""
     deviations = [abs(row.deviation) for row in rows]
     return {
@@ -191,7 +191,7 @@ def figures(rows: Sequence[PlannedStep], rates: MachineRates) -> dict[str, objec
     }
 
 
-def figure_lines(rows: Sequence[PlannedStep], rates: MachineRates) -> list[str]:
+def result_lines(rows: Sequence[PlannedStep], rates: MachineRates) -> list[str]:
     """Return the results as a table with headings."""
     lines = [["deck", "predicted", "measured", "lowest", "highest", "deviation"]]
     for row in rows:

@@ -55,7 +55,7 @@ class RateBenchOptions:
         last: Learning rate of the last step.
         steps: Largest number of steps.
         window: Number of losses in a moving average; None for a tenth of the steps.
-        figure: Name of the metric that is used as loss: the training loss, or a metric of an evaluation after
+        metric: Name of the metric that is used as loss: the training loss, or a metric of an evaluation after
             each step.
     """
 
@@ -63,7 +63,7 @@ class RateBenchOptions:
     last: float = 1.0
     steps: int = 100
     window: int | None = None
-    figure: str = TRAINING_LOSS
+    metric: str = TRAINING_LOSS
 
     @property
     def window_size(self) -> int:
@@ -100,7 +100,7 @@ class RatePoint:
 
 
 @dataclass(frozen=True)
-class RateFigures:
+class RateRangeResult:
     """Results of a range test.
 
     Attributes:
@@ -161,7 +161,7 @@ def bench_rate(
                 'together (use "none")'
             )
             raise HpctrainError(deck.problem("communication.server.mode", problem))
-        metric = parse_metric_name(deck, options.figure)
+        metric = parse_metric_name(deck, options.metric)
     deck, _ = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
@@ -174,10 +174,10 @@ def bench_rate(
     deck = choose_functions(resolve_vocabulary(without_schedules(deck), corpus), world)
     trainer = new_trainer(world, deck, corpus.train)
     try:
-        evaluate = _evaluation(trainer, corpus, metric, options.figure) if metric.evaluation_set else None
+        evaluate = _evaluation(trainer, corpus, metric, options.metric) if metric.evaluation_set else None
         if deck.model.source is not None:
             start_from_source(deck, trainer.engine)
-        figures = train_with_rising_rate(trainer, options, world.rank == 0, evaluate)
+        results = train_with_rising_rate(trainer, options, world.rank == 0, evaluate)
     finally:
         trainer.engine.close()
         corpus.close()
@@ -186,11 +186,11 @@ def bench_rate(
     for folder in new_folders:
         with suppress(OSError):
             folder.rmdir()
-    publish(world, result_lines(figures, options, deck), asdict(figures), output)
+    publish(world, result_lines(results, options, deck), asdict(results), output)
     with world.agreement():
         if world.rank == 0 and picture is not None:
-            losses = [(each.rate, each.loss, each.smoothed) for each in figures.points]
-            draw_rates(picture, deck.run.title, losses, figures.suggestion, metric.title)
+            losses = [(each.rate, each.loss, each.smoothed) for each in results.points]
+            draw_rates(picture, deck.run.title, losses, results.suggestion, metric.title)
 
 
 def _evaluation(trainer: Trainer, corpus: Corpus, metric: MetricName, name: str) -> Callable[[], float]:
@@ -228,7 +228,7 @@ def train_with_rising_rate(
     options: RateBenchOptions,
     print_progress: bool = False,
     evaluate: Callable[[], float] | None = None,
-) -> RateFigures:
+) -> RateRangeResult:
     """Train with rising learning rates until the last rate, or until the loss diverges. Collective.
 
     Args:
@@ -255,10 +255,10 @@ def train_with_rising_rate(
             break
         if print_progress and step % max(1, options.steps // 10) == 0:
             progress = f"{step} of {options.steps}"
-            print(f"{progress}: rate {rates[-1]:.3g}, {options.figure} {losses[-1]:.4f}", flush=True)
+            print(f"{progress}: rate {rates[-1]:.3g}, {options.metric} {losses[-1]:.4f}", flush=True)
     trainer.engine.control.learning_rate = rate
     points = list(map(RatePoint, rates, losses, moving_average(losses, options.window_size)))
-    return RateFigures(points, steepest_rate(points, options.window_size // 2), ended)
+    return RateRangeResult(points, steepest_rate(points, options.window_size // 2), ended)
 
 
 def moving_average(losses: Sequence[float], window: int) -> list[float]:
@@ -310,27 +310,27 @@ def steepest_rate(points: Sequence[RatePoint], first_step: int = 0) -> float | N
     return falling[int(slopes.argmin())].rate if slopes.min() < 0 else None
 
 
-def result_lines(figures: RateFigures, options: RateBenchOptions, deck: Deck) -> list[str]:
+def result_lines(results: RateRangeResult, options: RateBenchOptions, deck: Deck) -> list[str]:
     """Return a table with some of the steps, and sentences on the suggested rate."""
-    points = figures.points
+    points = results.points
     indices = np.unique(np.linspace(0, len(points) - 1, min(_ROWS, len(points))).astype(int)).tolist()
     lowest = min(points, key=lambda point: (not isfinite(point.smoothed), point.smoothed))
-    metric = parse_metric_name(deck, options.figure).title
+    metric = parse_metric_name(deck, options.metric).title
     rows = [["step", "rate", metric, "smoothed", ""]]
-    marks = {figures.suggestion: "steepest", lowest.rate: "lowest"}
+    marks = {results.suggestion: "steepest", lowest.rate: "lowest"}
     indices = sorted({*indices, *(index for index, point in enumerate(points) if point.rate in marks)})
     for index in indices:
         point = points[index]
         losses = [f"{each:.4f}" if isfinite(each) else "not finite" for each in (point.loss, point.smoothed)]
         rows.append([str(index + 1), f"{point.rate:.3g}", *losses, marks.get(point.rate, "")])
     lines = table(rows, (4,))
-    lines += ["", f"{figures.ended} after {len(points)} of {options.steps} steps" if figures.ended else ""]
-    if figures.suggestion is None:
+    lines += ["", f"{results.ended} after {len(points)} of {options.steps} steps" if results.ended else ""]
+    if results.suggestion is None:
         lines.append(
             "no suggestion: the loss falls at none of these rates (use a lower --from, or more --steps)"
         )
     else:
-        rate, batch = figures.suggestion, deck.batch.global_size
+        rate, batch = results.suggestion, deck.batch.global_size
         lines.append(
             f"steepest fall of the loss at rate {rate:.3g}: --set "
             f"learning_rate.peak={peak_for_rate(deck, rate):.2g}"

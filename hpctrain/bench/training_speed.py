@@ -19,7 +19,7 @@ from hpctrain.bench.measurement import publish, with_vocabulary
 from hpctrain.bench.peers.peer_process import PeerProcess
 from hpctrain.bench.peers.training_peers import TRAINING_PEERS, peer_problems
 from hpctrain.bench.pipeline_prediction import StageProbe
-from hpctrain.bench.training_table import Setting, TrainingFigures, figure_lines, highest_memory, same_losses
+from hpctrain.bench.training_table import Setting, TrainingResult, highest_memory, result_lines, same_losses
 from hpctrain.bench.variant_memory import measure_peak_memory
 from hpctrain.bench.variant_timing import TimedVariant, VariantTimes, time_variants
 from hpctrain.checkpoint.exchange.source import read_source_keys
@@ -150,16 +150,16 @@ def bench_train(
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
     token_flops = model_flops(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token
     mfu_per_rate = token_flops / (peak * world.size)
-    figures = [
-        _figures(row, times[0], mfu_per_rate, peak_memory, deck)
+    results = [
+        _variant_result(row, times[0], mfu_per_rate, peak_memory, deck)
         for row, peak_memory in zip(times, memory, strict=True)
     ]
     # Activations are measured with a second engine of the deck, which may not fit beside a variant of --only.
     has_activations = options.only is None and deck.model.module is None
     activations = _activations(deck, world, mesh) if has_activations else ""
     setting = Setting.of(deck, world, peak, gpu_name(world.device) or processor_name(), load)
-    lines = [*figure_lines(setting, figures), *([activations] if activations else [])]
-    publish(world, lines, asdict(setting) | {"rows": [asdict(row) for row in figures]}, output)
+    lines = [*result_lines(setting, results), *([activations] if activations else [])]
+    publish(world, lines, asdict(setting) | {"rows": [asdict(row) for row in results]}, output)
 
 
 def _require_tokens(deck: Deck) -> None:
@@ -216,9 +216,9 @@ def _memory(world: World, variant: TimedVariant, only_variant: bool) -> tuple[in
     return highest_memory(world, resident, proportional)
 
 
-def _figures(
+def _variant_result(
     row: VariantTimes, first: VariantTimes, mfu_per_rate: float, memory: tuple[int, int] | None, deck: Deck
-) -> TrainingFigures:
+) -> TrainingResult:
     """Return the results of a variant.
 
     Args:
@@ -232,7 +232,7 @@ def _figures(
     ratios = [a / b for a, b in zip(first.tokens_per_s, row.tokens_per_s, strict=True)]
     comparable = row.variant.same_training and first.variant.same_training
     rank_bytes, node_bytes = memory if memory is not None else (None, None)
-    return TrainingFigures(
+    return TrainingResult(
         name=row.variant.name,
         tokens_per_s=row.tokens_per_s,
         ratios=ratios,

@@ -72,7 +72,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class TrainingFigures:
+class TrainingResult:
     """Results of one variant.
 
     Attributes:
@@ -132,9 +132,9 @@ def highest_memory(world: World, resident: int, proportional: int) -> tuple[int,
     return max(row[1] for row in ranks), max(nodes.values())
 
 
-def figure_lines(setting: Setting, figures: Sequence[TrainingFigures]) -> list[str]:
+def result_lines(setting: Setting, results: Sequence[TrainingResult]) -> list[str]:
     """Return the lines to print, of at most COLUMNS characters unless names are too long."""
-    first = figures[0].name
+    first = results[0].name
     lines = [
         f"{setting.title}: {setting.model}, {setting.precision}, {counted(setting.ranks, 'rank')}, "
         f"batch {setting.batch} x {setting.sequence} tokens",
@@ -142,50 +142,50 @@ def figure_lines(setting: Setting, figures: Sequence[TrainingFigures]) -> list[s
         "products run at "
         f"{setting.gemm_flops / 1e9:.1f} GFLOP/s per rank",
         "",
-        *_speeds(figures),
+        *_speeds(results),
         f"ratio: tokens/s of {first} / tokens/s of the variant in the same round (median, lowest, highest).",
         "p95/p50: 95th percentile of the step times / median of the step times.",
-        *_ratio_factors(figures),
+        *_ratio_factors(results),
         "",
-        *_losses_and_memory(figures),
-        *_loss_differences(figures),
+        *_losses_and_memory(results),
+        *_loss_differences(results),
     ]
     phases = [["phases, ms per step", *PHASES]]
-    timed = (row for row in figures if row.phase_ms)
+    timed = (row for row in results if row.phase_ms)
     phases += ([row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES)] for row in timed)
     lines += ["", *fitted(phases, (0,), COLUMNS)] if len(phases) > 1 else []
-    for row in figures:
+    for row in results:
         if row.pipeline is not None:
             lines += ["", *stage_lines(row.pipeline), step_time_line(row.pipeline)]
-        if row.peak_bytes is not None and len(figures) == 1:
+        if row.peak_bytes is not None and len(results) == 1:
             lines.append(f"{row.name}: peak memory of a rank {format_bytes(row.peak_bytes)}")
     return lines
 
 
-def _speeds(figures: Sequence[TrainingFigures]) -> list[str]:
+def _speeds(results: Sequence[TrainingResult]) -> list[str]:
     rows = [["variant", "tokens/s", "lowest", "highest", "p95/p50", "mfu", "ratio", "lowest", "highest"]]
-    for row in figures:
-        speeds = [format_count(of(row.tokens_per_s)) for of in (median, min, max)]
-        ratios = [f"{of(row.ratios):.1%}" for of in (median, min, max)]
+    for row in results:
+        speeds = [format_count(statistic(row.tokens_per_s)) for statistic in (median, min, max)]
+        ratios = [f"{statistic(row.ratios):.1%}" for statistic in (median, min, max)]
         tail = quantile(row.step_seconds, 0.95) / quantile(row.step_seconds, 0.5)
         rows.append([row.name, *speeds, f"{tail:.2f}", f"{row.mfu:.1%}", *ratios])
     return fitted(rows, (0,), COLUMNS)
 
 
-def _losses_and_memory(figures: Sequence[TrainingFigures]) -> list[str]:
+def _losses_and_memory(results: Sequence[TrainingResult]) -> list[str]:
     answers = {True: "yes", False: "NO", None: "-"}
     rows = [["variant", "first loss", "last loss", "same losses", "peak of a rank", "peak of the node"]]
-    for row in figures:
+    for row in results:
         losses = [f"{row.losses[at]:.5f}" for at in (0, -1)]
         memory = [format_bytes(size) if size else "-" for size in (row.peak_bytes, row.node_bytes)]
         rows.append([row.name, *losses, answers[row.losses_agree], *memory])
     return fitted(rows, (0,), COLUMNS)
 
 
-def _loss_differences(figures: Sequence[TrainingFigures]) -> Iterator[str]:
+def _loss_differences(results: Sequence[TrainingResult]) -> Iterator[str]:
     """Yield a sentence on the largest difference of each variant whose losses differ from the first one's."""
-    first = figures[0]
-    for row in figures:
+    first = results[0]
+    for row in results:
         if row.losses_agree is False:
             step, one, other = max(
                 zip(range(1, len(row.losses) + 1), first.losses, row.losses, strict=True),
@@ -197,14 +197,14 @@ def _loss_differences(figures: Sequence[TrainingFigures]) -> Iterator[str]:
             )
 
 
-def _ratio_factors(figures: Sequence[TrainingFigures]) -> Iterator[str]:
+def _ratio_factors(results: Sequence[TrainingResult]) -> Iterator[str]:
     """Yield how the ratio to each data-parallel peer divides into computation and communication."""
-    rates = {row.name: row.tokens_per_s for row in figures}
+    rates = {row.name: row.tokens_per_s for row in results}
     if NO_SYNC not in rates or PEER_NO_SYNC not in rates:
         return
     computation = [a / b for a, b in zip(rates[NO_SYNC], rates[PEER_NO_SYNC], strict=True)]
     peers = {name for name, peer in TRAINING_PEERS.items() if peer.axis == "data"} - {PEER_NO_SYNC}
-    for row in figures:
+    for row in results:
         if row.name in peers:
             communication = [ratio / part for ratio, part in zip(row.ratios, computation, strict=True)]
             yield (

@@ -63,10 +63,10 @@ def _run_job(
 ) -> tuple[int, int]:
     """Measure one variant in a job of its own, and return its peak bytes of a rank and of the node."""
     with TemporaryDirectory() as folder:
-        figures = Path(folder) / "figures.json"
+        results = Path(folder) / "results.json"
         changes = [f"--set={each}" for each in overrides] + [f"--variant={each}" for each in options.variants]
         flags = ["--data-parallel"] * options.data_parallel + ["--no-sync"] * options.no_sync
-        measure = ["--steps=1", "--rounds=1", f"--only={name}", f"--json={figures}"]
+        measure = ["--steps=1", "--rounds=1", f"--only={name}", f"--json={results}"]
         verb = module_command(arguments=["bench", "train", str(path), *changes, *flags, *measure])
         done = subprocess.run(
             [*(launch_command(ranks) if ranks > 1 else []), *verb],
@@ -81,7 +81,7 @@ def _run_job(
             raise HpctrainError(
                 f"--memory: the process of {name} ended with exit code {done.returncode}: {lines[0]}"
             )
-        row = json.loads(figures.read_text(encoding="utf-8"))["rows"][0]
+        row = json.loads(results.read_text(encoding="utf-8"))["rows"][0]
     return row["peak_bytes"], row["node_bytes"] or 0
 
 

@@ -351,6 +351,7 @@ def mup(
 )
 @click.option(
     "--figure",
+    "metric",
     default="loss",
     show_default=True,
     metavar="NAME",

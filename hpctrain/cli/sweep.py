@@ -20,7 +20,7 @@ _TRAINING_OPTIONS = {
     "show_only": "--show",
     "picture": "--plot",
     "output": "--json",
-    "figure": "--figure",
+    "metric": "--figure",
 }
 """Options that conflict with --slurm, by the names of their arguments."""
 
@@ -64,6 +64,7 @@ _SLURM_OPTIONS = {
 @click.option("--json", "output", type=PATH, metavar="FILE", help="Also write the table to FILE.")
 @click.option(
     "--figure",
+    "metric",
     metavar="NAME",
     help="Value by which the best run is chosen: loss, or an evaluation set as in checkpoint.keep_best.  "
     "[default: validation]",

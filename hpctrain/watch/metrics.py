@@ -95,9 +95,9 @@ def evaluation_keys(evaluated: Mapping[str, Mapping[str, float]]) -> dict[str, f
     """
     values: dict[str, float] = {}
     for name, metrics in evaluated.items():
-        for figure, value in metrics.items():
-            other = f"evaluation/{name}" + (f"/{figure}" if figure != "loss" else "")
-            values[f"{VALIDATION}_{figure}" if name == VALIDATION else other] = value
+        for metric, value in metrics.items():
+            other = f"evaluation/{name}" + (f"/{metric}" if metric != "loss" else "")
+            values[f"{VALIDATION}_{metric}" if name == VALIDATION else other] = value
     return values
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hpctrain.bench.attention_speed import AttentionBenchOptions, AttentionFigures, bench_attention, lines
+from hpctrain.bench.attention_speed import (
+    AttentionBenchOptions,
+    AttentionResult,
+    bench_attention,
+    result_lines,
+)
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
@@ -42,7 +47,7 @@ def test_full_attention_and_a_window_take_turns(
     forms = [("compiled", 0), ("compiled", 16), ("torch", 0), ("torch", 16)]
     calls = calls[-16:]  # compiled functions are compared with torch's first
     assert calls == [*reversed(forms), *forms, *reversed(forms), *forms]
-    figures = [AttentionFigures(**each) for each in json.loads(output.read_text())]
+    figures = [AttentionResult(**each) for each in json.loads(output.read_text())]
     assert [(each.functions, each.window) for each in figures] == forms
     assert all(len(each.speed) == 3 and each.forward_s > 0 and each.backward_s > 0 for each in figures)
     assert figures[0].speed == figures[2].speed == [1.0] * 3
@@ -55,10 +60,10 @@ def test_full_attention_and_a_window_take_turns(
 
 def test_speed_is_shown_as_median_with_extremes() -> None:
     figures = [
-        AttentionFigures("torch", 0, 0.1, 0.3, [1.0, 1.0, 1.0]),
-        AttentionFigures("torch", 16, 0.05, 0.15, [2.1, 1.9, 2.0]),
+        AttentionResult("torch", 0, 0.1, 0.3, [1.0, 1.0, 1.0]),
+        AttentionResult("torch", 16, 0.05, 0.15, [2.1, 1.9, 2.0]),
     ]
-    shown = lines(figures, AttentionSize(4, 2, 8, 64, 16), "fp32, CPU")
+    shown = result_lines(figures, AttentionSize(4, 2, 8, 64, 16), "fp32, CPU")
     assert shown[2].split() == ["torch", "none", "100", "ms", "300", "ms", "1"]
     assert shown[3].split() == ["torch", "16", "50", "ms", "150", "ms", "2.00", "1.90", "2.10"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.bench.block_speed import FAMILIES, BlocksFigures, bench_blocks, lines
+from hpctrain.bench.block_speed import FAMILIES, BlocksResult, bench_blocks, result_lines
 from hpctrain.comm.world import World
 
 SMALL = ("model.hidden=32", "model.mlp=48", "model.layers=2", "model.heads=2", "batch.sequence=16")
@@ -41,12 +41,12 @@ def test_all_models_have_about_17_million_parameters(world: World, monkeypatch: 
     """Their blocks have 16.1M, and the table of 512 tokens another 0.3M."""
     shown: dict[str, int] = {}
 
-    def record(_: World, decks: dict[str, object], rounds: int) -> list[BlocksFigures]:
+    def record(_: World, decks: dict[str, object], rounds: int) -> list[BlocksResult]:
         from hpctrain.model.count import count
         from hpctrain.model.shape import ModelShape
 
         shown.update((name, count(ModelShape.of(deck, 512)).parameters) for name, deck in decks.items())
-        return [BlocksFigures("llama", 1, [1.0], [1.0], [1.0])]
+        return [BlocksResult("llama", 1, [1.0], [1.0], [1.0])]
 
     monkeypatch.setattr("hpctrain.bench.block_speed.measure_blocks", record)
     bench_blocks(world, ("qwen3", "gemma3"), (), 1, None)
@@ -56,10 +56,10 @@ def test_all_models_have_about_17_million_parameters(world: World, monkeypatch: 
 
 def test_shares_are_shown_as_medians_with_extremes() -> None:
     figures = [
-        BlocksFigures("llama", 16_000_000, [0.5, 0.6, 0.7], [0.9, 0.91, 0.95], [1.0, 1.0, 1.0]),
-        BlocksFigures("gemma3", 16_000_000, [0.5, 0.6, 0.7], [0.85, 0.86, 0.9], [0.99, 0.98, 1.01]),
+        BlocksResult("llama", 16_000_000, [0.5, 0.6, 0.7], [0.9, 0.91, 0.95], [1.0, 1.0, 1.0]),
+        BlocksResult("gemma3", 16_000_000, [0.5, 0.6, 0.7], [0.85, 0.86, 0.9], [0.99, 0.98, 1.01]),
     ]
-    assert lines(figures, "fp32, CPU")[3].split()[1:] == [
+    assert result_lines(figures, "fp32, CPU")[3].split()[1:] == [
         "16M",
         "600",
         "ms",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.bench.communication_forms import FormFigures, bench_communication, rows
+from hpctrain.bench.communication_forms import FormResult, bench_communication, rows
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
@@ -60,8 +60,8 @@ def test_every_form_is_a_deck() -> None:
 
 def test_differences_are_to_the_first_form() -> None:
     figures = [
-        FormFigures("exact", (), 2e6, 2.0, 1000.0),
-        FormFigures("sign", ("communication.compress=sign",), 5e4, 2.03, 900.0),
+        FormResult("exact", (), 2e6, 2.0, 1000.0),
+        FormResult("sign", ("communication.compress=sign",), 5e4, 2.03, 900.0),
     ]
     assert rows(figures)[1:] == [
         ["exact", "2 MB", "100%", "2.0000", "", "1K"],

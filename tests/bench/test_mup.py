@@ -16,7 +16,7 @@ import torch
 from hpctrain.bench.mup import (
     KINDS,
     WidthBenchOptions,
-    WidthsFigures,
+    WidthResults,
     bench_mup,
     best_rate,
     change_width,
@@ -73,7 +73,7 @@ def test_spreads_are_those_of_what_layers_give(world: World) -> None:
 def test_values_do_not_follow_the_width_where_updates_are_of_blocks(world: World, optimizer: str) -> None:
     """The coordinate check: what three steps lead to, at four times the width, is as large, or is not."""
     deck = with_base(small_deck(f"optimizer.name={optimizer}"))
-    batches, figures = Batches(SyntheticSource(32, 61), 0), WidthsFigures()
+    batches, figures = Batches(SyntheticSource(32, 61), 0), WidthResults()
     check_coordinates(world, deck, batches, WidthBenchOptions((32, 128), 3), figures)
     for kind in ("attention", "feed_forward", "block"):
         usual, ours = (
@@ -139,7 +139,7 @@ def test_the_best_rate_lies_between_those_tried(losses: dict[float, float], expe
 def test_tables_tell_how_far_widths_are_apart() -> None:
     spread = {"mup": {"block": {32: [1.0, 2.0], 64: [1.0, 3.0]}}}
     loss = {"mup": {32: {1.0: 2.0, 2.0: 1.0, 4.0: 2.0}, 64: {1.0: 1.0, 2.0: nan, 4.0: 2.0}}}
-    figures = WidthsFigures(spread, loss)
+    figures = WidthResults(spread, loss)
     assert spread_rows(figures)[1] == ["block", "mup", "2", "3", "1.500", "1.000"]
     assert rate_rows(figures)[1][-2:] == ["2", "2.00"]
     assert rate_rows(figures)[2] == ["64", "mup", "1.0000", "not finite", "2.0000", "1", ""]

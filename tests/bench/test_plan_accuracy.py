@@ -15,9 +15,9 @@ from hpctrain.bench.plan_accuracy import (
     PlannedStep,
     bench_plan,
     deck_named,
-    figure_lines,
-    figures,
+    json_results,
     regrets,
+    result_lines,
 )
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -68,10 +68,10 @@ def test_regret_is_what_the_best_by_plan_takes_beyond_the_best() -> None:
 
 def test_figures_and_lines_tell_how_far_off_plans_are() -> None:
     machine = parse_machine(FILE, "")
-    told = figures(ROWS, machine)
+    told = json_results(ROWS, machine)
     assert told["mean_off"] == pytest.approx((0.1 + 1 / 6 + 0 + 0 + 1 / 9) / 5)
     assert told["largest_off"] == pytest.approx(1 / 6)
-    lines = "\n".join(figure_lines(ROWS, machine))
+    lines = "\n".join(result_lines(ROWS, machine))
     assert "-16.7%" in lines
     assert "Mean absolute deviation 7.6%, largest 16.7%" in lines
     assert "17m-fp32 20.0%, 124m-fp32 0.0%" in lines

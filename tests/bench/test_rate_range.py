@@ -15,8 +15,8 @@ import pytest
 
 from hpctrain.bench.rate_range import (
     RateBenchOptions,
-    RateFigures,
     RatePoint,
+    RateRangeResult,
     RisingRate,
     bench_rate,
     has_diverged,
@@ -143,7 +143,7 @@ def test_what_diverges_is_far_above_the_least_or_the_first() -> None:
 
 def test_the_table_marks_what_counts() -> None:
     deck = small_deck("learning_rate.reference_batch=16")
-    figures = RateFigures(
+    figures = RateRangeResult(
         [*points([5.0, 4.0, 3.0]), RatePoint(9.0, nan, nan)], 10**-3.9, "the loss was not finite"
     )
     lines = result_lines(figures, RateBenchOptions(), deck)
@@ -154,7 +154,7 @@ def test_the_table_marks_what_counts() -> None:
     assert any("the peak applies to learning_rate.reference_batch = 16, not 8" in line for line in lines)
     assert (
         "no suggestion"
-        in result_lines(RateFigures(points([1.0, 2.0]), None, ""), RateBenchOptions(), deck)[-1]
+        in result_lines(RateRangeResult(points([1.0, 2.0]), None, ""), RateBenchOptions(), deck)[-1]
     )
 
 
@@ -212,10 +212,10 @@ def test_a_deck_is_tried_and_nothing_is_left(
         r"data\.validation",
     ):
         bench_rate(
-            world, Path("deck.toml"), ["data.validation=0"], RateBenchOptions(figure="validation"), None, None
+            world, Path("deck.toml"), ["data.validation=0"], RateBenchOptions(metric="validation"), None, None
         )
     wish, held_out = (
-        RateBenchOptions(1e-3, 0.1, 10, figure="validation/bits_per_byte"),
+        RateBenchOptions(1e-3, 0.1, 10, metric="validation/bits_per_byte"),
         ["data.validation=0.1"],
     )
     bench_rate(world.single_rank_world(), Path("deck.toml"), held_out, wish, Path("b.json"), None)
@@ -224,7 +224,7 @@ def test_a_deck_is_tried_and_nothing_is_left(
         world.single_rank_world(),
         Path("deck.toml"),
         held_out,
-        replace(wish, figure="validation"),
+        replace(wish, metric="validation"),
         Path("c.json"),
         None,
     )

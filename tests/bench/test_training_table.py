@@ -5,9 +5,9 @@ from __future__ import annotations
 from hpctrain.bench.training_table import (
     COLUMNS,
     Setting,
-    TrainingFigures,
-    figure_lines,
+    TrainingResult,
     quantile,
+    result_lines,
     same_losses,
 )
 from tests.engines import small_deck
@@ -15,8 +15,8 @@ from tests.engines import small_deck
 SETTING = Setting("gpt-17m", "gpt2, 16.2M parameters", "bf16", 2, 8, 256, 95e9, "AMD EPYC 9655", (0.5, 2.25))
 
 
-def row(name: str, rate: float, losses: list[float], agree: bool | None = True) -> TrainingFigures:
-    return TrainingFigures(
+def row(name: str, rate: float, losses: list[float], agree: bool | None = True) -> TrainingResult:
+    return TrainingResult(
         name=name,
         tokens_per_s=[rate, 1.2 * rate, 0.9 * rate],
         ratios=[1000 / rate] * 3,
@@ -39,7 +39,7 @@ def test_lines_fit_and_say_what_differs() -> None:
         row("deepspeed-3", 500, [6.25, 6.5], False),
         row("torch-interleaved", 500, [6.25, 6.5]),
     ]
-    lines = figure_lines(SETTING, figures)
+    lines = result_lines(SETTING, figures)
     assert max(map(len, lines)) <= COLUMNS, max(lines, key=len)
     text = "\n".join(lines)
     assert "AMD EPYC 9655, load average 0.5 to 2.2" in text
@@ -55,7 +55,7 @@ def test_lines_fit_and_say_what_differs() -> None:
     assert speed == ["ddp", "800", "720", "960", "1.50", "50.0%", "125.0%", "125.0%", "125.0%"]
     (trained,) = (line.split() for line in lines if line.startswith("ddp ") and "GB" in line)
     assert trained == ["ddp", "6.25000", "6.12500", "yes", "1.23", "GB", "2.34", "GB"]
-    without = figure_lines(SETTING, [figures[0], figures[2]])
+    without = result_lines(SETTING, [figures[0], figures[2]])
     assert not any("= computation" in line for line in without)
 
 

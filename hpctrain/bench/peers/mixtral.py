@@ -86,7 +86,7 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, peer_rank: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """Return a function that trains one step with AdamW of torch, on one rank.
 
     The initial weights are those of transformers. Gradients are not clipped, and there are no fp32 master

@@ -71,14 +71,14 @@ class PeerProcess:
         from hpctrain.deck.toml_text import deck_text
 
         self.name = name
-        place = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.local_rank}
+        rank_variables = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.local_rank}
         self.process = subprocess.Popen(
             module_command("hpctrain.bench.peers.peer_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=without_launcher(os.environ)
-            | {key: str(value) for key, value in place.items()}
+            | {key: str(value) for key, value in rank_variables.items()}
             | {"DS_ACCELERATOR": "cpu"}
             | dict(TRAINING_PEERS[name].environment),
         )
@@ -139,7 +139,9 @@ class PeerProcess:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ProcessRank:
+    """Rank of this process and number of processes (see `torch_training.PeerRank`)."""
+
     rank: int
     size: int
 
@@ -171,21 +173,23 @@ def _serve(reply: Callable[[Mapping[str, object]], None]) -> None:
 
     job = json.loads(sys.stdin.readline())
     deck = parse_deck(job["deck"], includes=False)
-    place, peer = _Place(job["rank"], job["size"]), TRAINING_PEERS[job["name"]]
+    peer_rank, peer = _ProcessRank(job["rank"], job["size"]), TRAINING_PEERS[job["name"]]
     torch.set_num_threads(deck.run.threads)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     module = import_module(f"hpctrain.bench.peers.{peer.module}")
     timeout = timedelta(seconds=_TIMEOUT_S)
     store = None
-    if place.rank == 0:
-        store = TCPStore("127.0.0.1", 0, place.size, True, timeout, wait_for_workers=False)
+    if peer_rank.rank == 0:
+        store = TCPStore("127.0.0.1", 0, peer_rank.size, True, timeout, wait_for_workers=False)
     reply({"port": store.port if store else 0})
     address = json.loads(sys.stdin.readline())
     if store is None:
-        store = TCPStore(address["host"], address["port"], place.size, False, timeout)
+        store = TCPStore(address["host"], address["port"], peer_rank.size, False, timeout)
     if peer.axis != "none":
-        torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
-    step = module.peer(job["name"], deck, place, job["split"])
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=peer_rank.rank, world_size=peer_rank.size
+        )
+    step = module.peer(job["name"], deck, peer_rank, job["split"])
     reply({})
     for line in sys.stdin:
         if json.loads(line)["do"] == "step":

@@ -19,7 +19,7 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 
 
-def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, peer_rank: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """Return a function that trains one step.
 
     Args:
@@ -27,10 +27,10 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
             same, with another environment; "ddp-onednn" for linear layers by oneDNN, see OneDnnLinear;
             "ddp-alone" for ranks that train alone; "zero1" for ZeroRedundancyOptimizer.
         deck: Deck to train.
-        place: Rank of this process.
+        peer_rank: Rank of this process.
         split: Not used.
     """
-    training = TorchTraining(deck, place.rank, place.size)
+    training = TorchTraining(deck, peer_rank.rank, peer_rank.size)
     model = training.full_model()
     if name == "ddp-onednn":
         use_onednn(model)

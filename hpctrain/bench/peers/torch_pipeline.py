@@ -27,23 +27,23 @@ from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.generate import generate_schedule
 
 
-def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:
+def peer(name: str, deck: Deck, peer_rank: PeerRank, split: Sequence[int]) -> PeerStep:
     """Return a function that trains one step, with every rank as a stage.
 
     Args:
         name: Schedule of torch: "torch-pipeline" for 1F1B, "torch-interleaved", or "torch-zbv" for ZB-V.
         deck: Deck to train.
-        place: Rank of this process.
+        peer_rank: Rank of this process.
         split: Number of blocks in each part of hpctrain's pipeline. If the schedule has another number of
             parts, blocks are divided by their FLOPs instead.
     """
     training = TorchTraining(deck)
-    shape, parts = training.shape, pipeline_parts(name, deck, place.size)
-    local_parts = list(range(place.rank, parts, place.size))
+    shape, parts = training.shape, pipeline_parts(name, deck, peer_rank.size)
+    local_parts = list(range(peer_rank.rank, parts, peer_rank.size))
     if name == "torch-zbv":
-        local_parts = [place.rank, parts - 1 - place.rank]
+        local_parts = [peer_rank.rank, parts - 1 - peer_rank.rank]
     if len(split) != parts:
-        split = _split_by_flops(deck, shape, place.size, parts, name == "torch-zbv")
+        split = _split_by_flops(deck, shape, peer_rank.size, parts, name == "torch-zbv")
     ranges = [
         LayerRange(first, last, part == 0, part == parts - 1)
         for part, (first, last) in enumerate(pairwise(accumulate(split, initial=0)))
@@ -71,11 +71,11 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     else:
         schedule = ScheduleZBVZeroBubble(stages, training.count, loss_share, scale_grads=False)
     has_loss = parts - 1 in local_parts
-    embedding_group = torch.distributed.new_group([0, place.size - 1])
+    embedding_group = torch.distributed.new_group([0, peer_rank.size - 1])
 
     def step() -> float | None:
         micro_batches = list(training.micro_batches())
-        inputs = (torch.cat([micro.tokens for micro in micro_batches]),) if place.rank == 0 else ()
+        inputs = (torch.cat([micro.tokens for micro in micro_batches]),) if peer_rank.rank == 0 else ()
         targets = torch.cat([micro.targets for micro in micro_batches]) if has_loss else None
         losses: list[Tensor] = []
         schedule.step(*inputs, target=targets, losses=losses if has_loss else None, return_outputs=False)

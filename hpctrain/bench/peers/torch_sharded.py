@@ -25,26 +25,30 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import require
 
 
-def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, peer_rank: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """Return a function that trains one step, with master weights and moments in fp32.
 
     Args:
         name: "fsdp2", "deepspeed" or "deepspeed-STAGE".
         deck: Deck to train.
-        place: Rank of this process.
+        peer_rank: Rank of this process.
         split: Not used.
 
     Raises:
         HpctrainError: DeepSpeed is not installed.
     """
-    training = TorchTraining(deck, place.rank, place.size)
+    training = TorchTraining(deck, peer_rank.rank, peer_rank.size)
     model = training.initialize(TorchModel(training.shape))
-    return _fsdp2(training, place, model) if name == "fsdp2" else _deepspeed(name, training, place, model)
+    return (
+        _fsdp2(training, peer_rank, model)
+        if name == "fsdp2"
+        else _deepspeed(name, training, peer_rank, model)
+    )
 
 
-def _fsdp2(training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerStep:
+def _fsdp2(training: TorchTraining, peer_rank: PeerRank, model: TorchModel) -> PeerStep:
     """Return a step with FSDP2 as in the tutorial of torch: each block is a unit, and the rest is another."""
-    mesh = init_device_mesh("cpu", (place.size,))
+    mesh = init_device_mesh("cpu", (peer_rank.size,))
     policy = MixedPrecisionPolicy(param_dtype=training.storage, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -62,14 +66,14 @@ def _fsdp2(training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerS
     return training.step(backward, update)
 
 
-def _deepspeed(name: str, training: TorchTraining, place: PeerRank, model: TorchModel) -> PeerStep:
+def _deepspeed(name: str, training: TorchTraining, peer_rank: PeerRank, model: TorchModel) -> PeerStep:
     """Return a step with ZeRO of DeepSpeed and its default settings.
 
     The stage is that at the end of the name, otherwise `layout.zero` of the deck, or 3 if that is 0.
     DeepSpeed sums gradients of a 16-bit format in that format, which halves the traffic.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", str(place.rank))
+    os.environ.setdefault("LOCAL_RANK", str(peer_rank.rank))
     require("deepspeed", f"--against {name}")
     deepspeed: Any = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -26,11 +26,11 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 
 
-def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+def peer(name: str, deck: Deck, peer_rank: PeerRank, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """Return a function that trains one step; "torch-sequence" adds sequence parallelism."""
     training = TorchTraining(deck)
     model = training.initialize(TorchModel(training.shape))
-    parallelize(model, name == "torch-sequence", init_device_mesh("cpu", (place.size,)))
+    parallelize(model, name == "torch-sequence", init_device_mesh("cpu", (peer_rank.size,)))
     if training.shape.tied and model.head is not None and model.embedding is not None:
         model.head.weight = model.embedding.weight
     update = TorchUpdate(training, [model], keep_masters=True)
@@ -47,7 +47,7 @@ def parallelize(model: TorchModel, sequence_parallel: bool, mesh: DeviceMesh) ->
     """Split the layers of a model over the ranks of a mesh.
 
     Args:
-        model: Model to split, in place.
+        model: Model to split, in peer_rank.
         sequence_parallel: True if each rank holds a part of the sequence between the split layers.
         mesh: Ranks of the tensor axis.
     """

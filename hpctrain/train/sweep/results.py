@@ -86,12 +86,12 @@ def _result(variant: SweepVariant, codes: Mapping[str, int], metric: MetricName 
     if code not in (EXIT_DONE, EXIT_AGAIN) and state != "done":
         state = "failed"
     count = len(columns["step"])
-    loss, figure = _mean(columns.get("loss"), max(1, round(_SHARE * count))), nan
+    loss, selected = _mean(columns.get("loss"), max(1, round(_SHARE * count))), nan
     if metric is not None and metric.evaluation_set:
         [key] = evaluation_keys({metric.evaluation_set: {metric.kind: nan}})
-        figure = _last(columns.get(key))
+        selected = _last(columns.get(key))
     elif metric is not None:
-        figure = loss
+        selected = loss
     return VariantResult(
         variant,
         state,
@@ -99,7 +99,7 @@ def _result(variant: SweepVariant, codes: Mapping[str, int], metric: MetricName 
         loss,
         _last(columns.get("validation_loss")),
         float(np.median(columns["tokens_per_s"])) if count and "tokens_per_s" in columns else nan,
-        figure,
+        selected,
     )
 
 
@@ -151,12 +151,12 @@ _COLUMNS = (MetricName(), MetricName(VALIDATION))
 
 
 def _row(result: VariantResult, keys: Sequence[str], best: bool, more: bool) -> tuple[str, ...]:
-    figures = (*([result.selected] if more else []), result.loss, result.validation)
-    losses = (f"{each:.4f}" if isfinite(each) else "" for each in figures)
+    values = (*([result.selected] if more else []), result.loss, result.validation)
+    losses = (f"{each:.4f}" if isfinite(each) else "" for each in values)
     rate = format_count(result.tokens_per_s) if isfinite(result.tokens_per_s) else ""
     step = f"{result.step}/{result.variant.deck.run.steps}"
-    values = (result.variant.values[key] for key in keys)
-    return (*values, result.state, step, *losses, rate, "best" if best else "")
+    swept_values = (result.variant.values[key] for key in keys)
+    return (*swept_values, result.state, step, *losses, rate, "best" if best else "")
 
 
 def swept_runs(results: Sequence[VariantResult]) -> list[SweptRun]:

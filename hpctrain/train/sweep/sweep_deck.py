@@ -41,14 +41,14 @@ class SweepTrainingOptions:
         show_only: True to show the results without training.
         picture: File for a picture, if any.
         output: File for the results as JSON, if any.
-        figure: Metric by which the best run is chosen, if any.
+        metric: Name of the metric by which the best run is chosen, if any.
     """
 
     slots: int | None
     show_only: bool
     picture: Path | None
     output: Path | None
-    figure: str | None
+    metric: str | None
 
 
 def sweep_deck(
@@ -82,7 +82,7 @@ def sweep_deck(
     if picture is not None:
         require("matplotlib", "drawing pictures")
     sweep = make_sweep(path, arguments, ranks, name)
-    metric = find_metric(sweep, options.figure)
+    metric = find_metric(sweep, options.metric)
     codes: Mapping[str, int] = {}
     if not options.show_only:
         refuse_ranks(os.environ)
@@ -99,7 +99,7 @@ def sweep_deck(
     show("\n".join(result_lines(sweep, results, columns(), metric)))
     if output is not None:
         best = best_of(results, metric)
-        summary = {"best": None if best is None else str(best.variant.folder), "figure": options.figure}
+        summary = {"best": None if best is None else str(best.variant.folder), "figure": options.metric}
         runs = [_result_row(each) | ({} if metric is None else {"figure": each.selected}) for each in results]
         write_text(output, strict_json({**summary, "runs": runs}, indent=1) + "\n")
     if picture is not None:
