@@ -153,7 +153,7 @@ def _measure_steps(
 
 
 def _planned_step(row: VariantTimes, deck: Deck, rates: MachineRates) -> PlannedStep:
-    step = plan_step(rates.of_deck(deck), RANKS, deck.model.vocabulary or 0, rates)
+    step = plan_step(rates.fill_deck(deck), RANKS, deck.model.vocabulary or 0, rates)
     seconds = row.seconds
     return PlannedStep(
         row.variant.name,

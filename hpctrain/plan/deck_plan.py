@@ -144,7 +144,7 @@ def plan_deck(
                 chosen.append(chosen_layout(deck, ranks, ranks_per_node, rates)[0])
             deck = with_choice(deck, chosen[0].changes, ranks)
         machine = deck_rates(deck) if rates is None else rates
-        return deck if machine is None else machine.of_deck(on_nodes_of(deck, ranks_per_node))
+        return deck if machine is None else machine.fill_deck(on_nodes_of(deck, ranks_per_node))
 
     chosen = list[Candidate]()
     deck = read()

@@ -10,7 +10,7 @@ def assume_planned_device(deck: Deck, gpus_per_node: int | None = None) -> Deck:
 
     With run.device = "auto" a run chooses its device when it starts. Plans and batch scripts are often made
     on a login node without GPUs. So GPUs are assumed if machine.gpus_per_node, machine.gpu_memory or
-    `gpus_per_node` is positive. Machine files of GPUs set the device themselves (`MachineRates.of_deck`).
+    `gpus_per_node` is positive. Machine files of GPUs set the device themselves (`MachineRates.fill_deck`).
 
     Args:
         deck: The deck as it was read.

@@ -219,7 +219,7 @@ class _Planner:
         deck = assume_planned_device(read_deck(self.path, sets, ranks, read_source_keys, check_references))
         rates = self.rates_of(deck)
         self.machine = None if rates is None else rates.name
-        return deck if rates is None else rates.of_deck(deck)
+        return deck if rates is None else rates.fill_deck(deck)
 
     def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, MemoryDemand | None, StepPlan | None]:
         """Return the memory plan, the demand of a node, and with the rates of a machine the step."""

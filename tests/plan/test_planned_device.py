@@ -27,5 +27,5 @@ def test_assumed_device(keys: tuple[str, ...], option: int | None, device: str) 
 
 @pytest.mark.parametrize(("chosen", "device"), [("auto", "cuda"), ("cpu", "cpu")])
 def test_machine_file_sets_the_device(chosen: str, device: str) -> None:
-    deck = read_machine("selene-2021").of_deck(small_deck(f"run.device={chosen}"))
+    deck = read_machine("selene-2021").fill_deck(small_deck(f"run.device={chosen}"))
     assert (deck.run.device, deck.machine.gpu_memory) == (device, 80_000_000_000)

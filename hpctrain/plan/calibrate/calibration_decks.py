@@ -9,7 +9,7 @@ from hpctrain.checkpoint.exchange.source import read_source_keys
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.step_plan import TIMED
+from hpctrain.plan.time.step_plan import PREDICTED_VALUES
 
 _DECK = """
 [run]
@@ -98,7 +98,7 @@ def on_data_ranks(deck: Deck, ranks: int) -> Deck:
         "communication": {"server": None},
         "run": {"noise_scale_steps": 0},
     }
-    for key, value in TIMED.items():
+    for key, value in PREDICTED_VALUES.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     values["memory"]["recompute"] = "none"

@@ -17,7 +17,7 @@ from hpctrain.host.memory import available_bytes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.overlap import measure_overlap, measure_waits
 from hpctrain.plan.calibrate.rate_fit import fit_link
-from hpctrain.plan.time.machine_rates import Collective, LinkRates, Operation
+from hpctrain.plan.time.machine_rates import CollectiveRates, LinkRates, Operation
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FIRST = 1 << 10
@@ -37,8 +37,8 @@ class Links:
 
     inside: LinkRates | None = None
     between: LinkRates | None = None
-    collectives: Mapping[Operation, Collective] = field(default_factory=dict)
-    crossing: Mapping[Operation, tuple[Collective, ...]] = field(default_factory=dict)
+    collectives: Mapping[Operation, CollectiveRates] = field(default_factory=dict)
+    crossing: Mapping[Operation, tuple[CollectiveRates, ...]] = field(default_factory=dict)
     overlap: float = 0.0
     layer_overlap: float = 0.0
     waits: float = 0.0
@@ -50,11 +50,11 @@ def measure_links(clock: Clock, most: int) -> Links:
     if world.size == 1:
         return Links()
     sizes, node = sizes_up_to(world, most), group_of_node(world)
-    inside, between, collectives = None, None, dict[Operation, Collective]()
+    inside, between, collectives = None, None, dict[Operation, CollectiveRates]()
     if min(world.everyone.all_gather_object(node.size)) > 1:
         collectives = {each: measure_collective(node, each, sizes, None, clock) for each in OPERATIONS}
         inside = measure_link(node, in_pairs(node.size), sizes, clock)
-    crossing: dict[Operation, tuple[Collective, ...]] = {}
+    crossing: dict[Operation, tuple[CollectiveRates, ...]] = {}
     for together, group in groups_between_nodes(world):
         if group is not None:
             for each in OPERATIONS:
@@ -115,7 +115,7 @@ def groups_between_nodes(world: World) -> Iterator[tuple[int, Group | None]]:
 
 def measure_collective(
     group: Group, operation: Operation, sizes: list[int], together: int | None, clock: Clock
-) -> Collective:
+) -> CollectiveRates:
     """Return the seconds of an operation by bytes of the global tensor. Collective over the group."""
     seconds = []
     for size in sizes:
@@ -128,7 +128,7 @@ def measure_collective(
         if seconds[-1] > _LONG:
             break
     counted = [float(max(1, size // 4 // group.size) * group.size * 4) for size in sizes[: len(seconds)]]
-    return Collective(ranks=group.size, together=together, bytes=tuple(counted), seconds=tuple(seconds))
+    return CollectiveRates(ranks=group.size, together=together, bytes=tuple(counted), seconds=tuple(seconds))
 
 
 def _call(

@@ -236,7 +236,7 @@ def _search(
             deck.problem(key, "is unsupported in a search: all ranks must train one model together")
         )
     deck = with_values(deck, {"layout.auto": False})
-    deck = machine.of_deck(on_nodes_of(deck, options.ranks_per_node))
+    deck = machine.fill_deck(on_nodes_of(deck, options.ranks_per_node))
     vocabulary = vocabulary_of(deck)
     budget = MemoryBudget(ranks, vocabulary, options.ranks_per_node, machine.memories)
     budget.process_bytes(deck)  # measured before the search allocates memory

@@ -98,7 +98,7 @@ class LayoutGenerator:
                 continue
             group, optimizer_location = deck.layout.zero_group, deck.memory.optimizer
             if group == "node":
-                group = at.data_ranks.together
+                group = at.data_ranks.ranks_per_node
             layout_at = replace(
                 at, zero=deck.layout.zero, zero_group=group or 0, optimizer_location=optimizer_location
             )
@@ -190,9 +190,9 @@ class LayoutGenerator:
 
         def of_stages() -> Iterator[float]:
             for stage, hiding in zip(partition.stages, backward, strict=True):
-                yield sum(nodes.after(stage.layers, hiding, at, stage.number).values())
+                yield sum(nodes.seconds_after_backward(stage.layers, hiding, at, stage.number).values())
 
-        if not nodes.is_one:
+        if not nodes.has_one_kind:
             return max(of_stages())
         ranks = at.tensor, at.context, at.data, at.expert, at.expert_tensor, at.sequence_parallel
         reductions = at.micro_batches if at.zero == 3 or at.sliced else 1

@@ -176,7 +176,7 @@ class LayoutTree:
             bound = node.bound + message_seconds * staged.micro_batches
             nodes = StageNodes(self.machine, staged)
             least = needed
-            if self.machine.others and nodes.is_one:
+            if self.machine.others and nodes.has_one_kind:
                 least = self._coarse.least_bytes(
                     deck, staged, node.activations, self._state_functions(staged), by_flops=True
                 )

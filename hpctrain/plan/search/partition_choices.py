@@ -83,7 +83,7 @@ class PartitionChoices:
         schedule = by_flops.schedule
         if schedule.parts == 1 or self._choices.is_set("layout.split"):
             return [by_flops]
-        if not nodes.is_one:
+        if not nodes.has_one_kind:
             other = self._by_seconds(schedule, layers, nodes)
             return [by_flops if other.split == by_flops.split else other]
         seconds = layers.on(nodes, 0)[1]

@@ -12,7 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.pipeline.deck_schedule import read_schedule_file
 from hpctrain.pipeline.v_schedule import LIMITS
-from hpctrain.plan.time.machine_rates import MachineRates, Sharing
+from hpctrain.plan.time.machine_rates import GroupPlacement, MachineRates
 
 RECOMPUTED = ("none", "selective", "full", "sqrt")
 
@@ -139,14 +139,14 @@ class SearchSpace:
             for home in self.of("memory.activations", ["keep", *homes]):
                 yield {"memory.recompute": recompute, "memory.activations": home}
 
-    def of_states(self, group: Sharing, machine: MachineRates) -> Iterator[Values]:
+    def of_states(self, group: GroupPlacement, machine: MachineRates) -> Iterator[Values]:
         """Yield the choices of ZeRO, of its group, and of offloading of the optimizer state.
 
         ZeRO splits over all data ranks, or over those of a node, which need no links between nodes.
         """
         homes = [home for home in ("host", "disk") if getattr(machine, home) is not None]
         for zero in self.of("layout.zero", [0, 1, 2, 3] if group.size > 1 else [0]):
-            inside = [group.together] if zero and 1 < group.together < group.size else []
+            inside = [group.ranks_per_node] if zero and 1 < group.ranks_per_node < group.size else []
             for size in self.of("layout.zero_group", [None, *inside]):
                 for home in self.of("memory.optimizer", ["device", *homes]):
                     yield {"layout.zero": zero, "layout.zero_group": size, "memory.optimizer": home}

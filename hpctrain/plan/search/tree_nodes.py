@@ -76,7 +76,7 @@ class SplitLayers:
         """Return the seconds of the layers before each layer, and of each layer, on a group of nodes."""
         key = nodes.numbers[group]
         if key not in self._group_seconds:
-            seconds = self.of_kinds[key[0]] if len(key) == 1 else nodes.layers(self.layers, group)
+            seconds = self.of_kinds[key[0]] if len(key) == 1 else nodes.seconds_by_layer(self.layers, group)
             total = {layer: each.total for layer, each in seconds.items()}
             self._group_seconds[key] = _prefix(self.layers, seconds), [total[layer] for layer in self.layers]
         return self._group_seconds[key]

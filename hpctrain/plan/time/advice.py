@@ -15,9 +15,9 @@ from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.time.machine_rates import (
     AttentionRates,
-    Collective,
+    CollectiveRates,
     FormatRates,
-    Host,
+    HostRates,
     LinkRates,
     MachineRates,
 )
@@ -148,11 +148,11 @@ def estimate(
     fewer = deck.with_keys(batch={"global_size": enough * data * deck.batch.micro_size})
     causes = timed(fewer, machine).seconds_by_cause
     return sum(
-        seconds if cause in OF_A_STEP else seconds * passes / enough for cause, seconds in causes.items()
+        seconds if cause in STEP_CAUSES else seconds * passes / enough for cause, seconds in causes.items()
     )
 
 
-OF_A_STEP = frozenset({"bubble", "gradients", "parameters", "offload", "optimizer", "fixed"})
+STEP_CAUSES = frozenset({"bubble", "gradients", "parameters", "offload", "optimizer", "fixed"})
 """Causes that do not grow with the number of micro-batches."""
 
 PARTS = ("computing", "memory", "inside", "between", "away", "fixed")
@@ -196,7 +196,7 @@ def faster(machine: MachineRates, part: str) -> MachineRates:
         faster_host = (
             None
             if host is None
-            else Host(bandwidth=2 * host.bandwidth, memory_bandwidth=2 * host.memory_bandwidth)
+            else HostRates(bandwidth=2 * host.bandwidth, memory_bandwidth=2 * host.memory_bandwidth)
         )
         return machine.model_copy(update={"host": faster_host, "disk": None if disk is None else 2 * disk})
     return machine.model_copy(update={"launch": machine.launch / 2, "fixed": machine.fixed / 2})
@@ -217,7 +217,7 @@ def _elementwise_halved(of: MachineRates | FormatRates) -> dict[str, object]:
     return {"elementwise": elements, "optimizer": None if of.optimizer is None else 2 * of.optimizer}
 
 
-def _halve(measured: Collective) -> Collective:
+def _halve(measured: CollectiveRates) -> CollectiveRates:
     return measured.model_copy(update={"seconds": tuple(seconds / 2 for seconds in measured.seconds)})
 
 

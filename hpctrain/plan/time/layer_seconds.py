@@ -49,7 +49,7 @@ class LayerSizes:
         replicated_elements: Number of parameters that all ranks have.
         shapes: For each matrix, True if it belongs to experts, and its global shape.
         trained: Share of its matrices that have gradients.
-        silent: True if no gradient reaches the layer.
+        has_no_gradient: True if no gradient reaches the layer.
         saved: Bytes that autograd saves of a token, as `_saved` returns them, by itemsize and recomputation.
         tied_elements: Number of parameters of a table that the embedding and the output layer share.
         tied_uses: Number of times that the output layer uses this table.
@@ -70,7 +70,7 @@ class LayerSizes:
     replicated_elements: int
     shapes: tuple[tuple[bool, tuple[int, ...]], ...]
     trained: float
-    silent: bool
+    has_no_gradient: bool
     saved: tuple[tuple[float, float], ...]
     tied_elements: int
     tied_uses: int
@@ -93,14 +93,14 @@ class LayerSizes:
         of_experts = self.expert_elements / (at.expert * at.expert_tensor)
         return of_experts, self.split_elements / at.tensor + self.replicated_elements
 
-    def updated(self, at: LayoutSizes) -> tuple[float, float]:
+    def trained_elements(self, at: LayoutSizes) -> tuple[float, float]:
         """Return those of `elements` that are trained."""
         if self.adapter_elements is None:
             return self.elements(at)
         split, whole = self.adapter_elements
         return 0.0, split / at.tensor + whole
 
-    def partial(self, at: LayoutSizes) -> int:
+    def elements_to_reduce(self, at: LayoutSizes) -> int:
         """Return the number of parameters whose gradients tensor ranks must add.
 
         These are replicated parameters with sequence parallelism, and always those of adapters.
@@ -134,17 +134,19 @@ def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerS
     """Return the sizes of the layers of a model, in their order. Equal layers are the same object."""
     model = bare_model(shape)
     freeze_parameters([model], frozen)
-    silent = blocks_without_backward(model)
+    last_without_gradient = blocks_without_backward(model)
     unique: dict[LayerSizes, LayerSizes] = {}
-    needs_no_input_gradient = {0, silent + 1} if shape.adapters is not None else set[int]()
+    needs_no_input_gradient = {0, last_without_gradient + 1} if shape.adapters is not None else set[int]()
     sizes = (
-        _sizes(layer, shape, number <= silent, number in needs_no_input_gradient)
+        _sizes(layer, shape, number <= last_without_gradient, number in needs_no_input_gradient)
         for number, layer in enumerate(model.layers)
     )
     return tuple(unique.setdefault(each, each) for each in sizes)
 
 
-def _sizes(layer: Layer, shape: ModelShape, silent: bool, needs_no_input_gradient: bool) -> LayerSizes:
+def _sizes(
+    layer: Layer, shape: ModelShape, has_no_gradient: bool, needs_no_input_gradient: bool
+) -> LayerSizes:
     modules = layer.prediction_modules if isinstance(layer, Predictor) else []
     axis_elements = {"tensor": 0, "expert": 0, "none": 0}
     shapes = []
@@ -168,7 +170,7 @@ def _sizes(layer: Layer, shape: ModelShape, silent: bool, needs_no_input_gradien
         axis_elements["none"],
         tuple(shapes),
         trained / max(1, sum(prod(p.shard.shape) for p in weights)),
-        layer.is_block and silent,
+        layer.is_block and has_no_gradient,
         tuple(_saved(layer, itemsize, selective) for itemsize in (2, 4) for selective in (False, True)),
         shape.vocabulary * shape.hidden if shape.table_uses_at_end and not layer.is_block else 0,
         shape.table_uses_at_end,
@@ -208,7 +210,7 @@ def largest_share(heads: int, key_value_heads: int, ranks: int) -> float:
 
 
 MOST_PASSES = 1e12
-"""More passes than a layer has in a step."""
+"""Upper bound of the number of passes over a layer in a step."""
 
 
 def layer_seconds(layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> LayerSeconds:
@@ -220,7 +222,7 @@ def layer_seconds(layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> 
     layer_times = _LayerTimes(layer, at, machine)
     forward = layer_times.forward()
     _require_finite(machine, forward)
-    if layer.silent:
+    if layer.has_no_gradient:
         return LayerSeconds(forward, {}, {})
     gradient, weight = layer_times.input_gradient(), layer_times.weight_gradient()
     _require_finite(machine, gradient | weight)
@@ -229,24 +231,24 @@ def layer_seconds(layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> 
         last_layout = replace(at, recompute=recompute, activations_location="device")
         passes = [layer_seconds(each, last_layout, machine) for each in layer.modules]
         return LayerSeconds(
-            added(forward, gradient, weight, *(each.forward for each in passes)),
-            added(*(each.input_gradient for each in passes)),
-            added(*(each.weight_gradient for each in passes)),
+            sum_by_cause(forward, gradient, weight, *(each.forward for each in passes)),
+            sum_by_cause(*(each.input_gradient for each in passes)),
+            sum_by_cause(*(each.weight_gradient for each in passes)),
         )
     if layer.is_block and at.recompute != "none":
         recomputed = (
-            layer_times.core("forward")
+            layer_times.attention_seconds("forward")
             if at.recompute == "selective"
             else _sum(forward, layer_times.COMPUTED)
         )
         messages = {} if at.recompute == "selective" else _without(forward, layer_times.COMPUTED)
-        gradient = added(gradient, {"recompute": recomputed}, messages)
+        gradient = sum_by_cause(gradient, {"recompute": recomputed}, messages)
     if layer.is_block and at.activations_location != "device":
-        transfer = layer_times.saved() / machine.offload_bandwidth(
+        transfer = layer_times.saved_bytes() / machine.offload_bandwidth(
             at.activations_location, "memory.activations"
         )
         exposed = max(0.0, transfer - sum(gradient.values()) - sum(weight.values()))
-        gradient = added(gradient, {"offload": exposed})
+        gradient = sum_by_cause(gradient, {"offload": exposed})
         forward["offload"] = max(0.0, transfer - sum(forward.values()))
     return LayerSeconds(forward, gradient, weight)
 
@@ -278,14 +280,17 @@ class _LayerTimes:
     def forward(self) -> dict[str, float]:
         """Return the seconds of the forward pass."""
         return self._pass(
-            "forward", self._products(0), self.core("forward"), self._tensor_seconds("forward", 0.0)
+            "forward",
+            self._products(0),
+            self.attention_seconds("forward"),
+            self._tensor_seconds("forward", 0.0),
         )
 
     def input_gradient(self) -> dict[str, float]:
         """Return the seconds of the input gradients."""
         products = self._products(1)
         reductions = self._tensor_seconds("backward", self._products(2))
-        return self._pass("backward", products, self.core("backward"), reductions)
+        return self._pass("backward", products, self.attention_seconds("backward"), reductions)
 
     def weight_gradient(self) -> dict[str, float]:
         """Return the seconds of the weight gradients."""
@@ -343,7 +348,7 @@ class _LayerTimes:
             count, rows = rows / self.machine.logits_at_once(rows, n), self.machine.logits_at_once(rows, n)
         return rows, n, k, count
 
-    def core(self, direction: Direction) -> float:
+    def attention_seconds(self, direction: Direction) -> float:
         """Return the seconds of the products of queries, keys and values."""
         core, at, machine = self.layer.core, self.at, self.machine
         if core is None:
@@ -364,7 +369,7 @@ class _LayerTimes:
         products = (4 if backward else 2) * heads * product_seconds
         return products + passes[backward] * scores / machine.memory_bandwidth + 4 * machine.launch
 
-    def saved(self) -> float:
+    def saved_bytes(self) -> float:
         """Return the bytes that the layer saves for its backward pass: only its input if it is recomputed."""
         layer, at = self.layer, self.at
         if at.recompute not in {"none", "selective"}:
@@ -378,7 +383,7 @@ class _LayerTimes:
         for each in self.layer.elementwise:
             elements = at.tokens * each.features / at.tensor if each.split else at.rows * each.features
             itemsize = 4 if each.kind == "loss" else at.itemsize
-            total += self.machine.elements(each.kind, direction, elements, itemsize, at.form)
+            total += self.machine.elementwise_seconds(each.kind, direction, elements, itemsize, at.form)
         return total
 
     def _tensor_seconds(self, direction: Direction, hiding: float) -> float:
@@ -462,7 +467,7 @@ class _LayerTimes:
         return exchange + gathered + reduced
 
 
-def added(*causes: Causes) -> dict[str, float]:
+def sum_by_cause(*causes: Causes) -> dict[str, float]:
     """Return the sums by cause."""
     total: dict[str, float] = {}
     for each in causes:
@@ -471,7 +476,7 @@ def added(*causes: Causes) -> dict[str, float]:
     return total
 
 
-def times(causes: Causes, factor: float) -> dict[str, float]:
+def scale_causes(causes: Causes, factor: float) -> dict[str, float]:
     """Return the seconds multiplied by a factor."""
     return {cause: seconds * factor for cause, seconds in causes.items()}
 

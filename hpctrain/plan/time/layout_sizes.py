@@ -10,7 +10,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import Recomputed
-from hpctrain.plan.time.machine_rates import Location, Sharing
+from hpctrain.plan.time.machine_rates import GroupPlacement, Location
 from hpctrain.plan.time.update_seconds import ADAMW, UpdateNumbers
 
 
@@ -88,7 +88,7 @@ class LayoutSizes:
         stride = sizes["tensor"]
         group = layout.zero_group
         if group == "node":
-            group = Sharing.of(sizes["data"] * sizes["context"], stride, ranks_per_node).together
+            group = GroupPlacement.of(sizes["data"] * sizes["context"], stride, ranks_per_node).ranks_per_node
         return LayoutSizes(
             tensor=sizes["tensor"],
             context=sizes["context"],
@@ -128,51 +128,51 @@ class LayoutSizes:
         return self.tokens / self.tensor if self.sequence_parallel else self.tokens
 
     @cached_property
-    def tensor_ranks(self) -> Sharing:
+    def tensor_ranks(self) -> GroupPlacement:
         """Ranks that split layers."""
-        return Sharing.of(self.tensor, 1, self.ranks_per_node)
+        return GroupPlacement.of(self.tensor, 1, self.ranks_per_node)
 
     @cached_property
-    def context_ranks(self) -> Sharing:
+    def context_ranks(self) -> GroupPlacement:
         """Ranks that split sequences."""
-        return Sharing.of(self.context, self.tensor, self.ranks_per_node)
+        return GroupPlacement.of(self.context, self.tensor, self.ranks_per_node)
 
     @cached_property
-    def data_ranks(self) -> Sharing:
+    def data_ranks(self) -> GroupPlacement:
         """Ranks that reduce gradients: data x context."""
-        return Sharing.of(self.data * self.context, self.tensor, self.ranks_per_node)
+        return GroupPlacement.of(self.data * self.context, self.tensor, self.ranks_per_node)
 
     @cached_property
-    def expert_ranks(self) -> Sharing:
+    def expert_ranks(self) -> GroupPlacement:
         """Ranks over which experts are spread."""
-        return Sharing.of(self.expert, self.expert_tensor, self.ranks_per_node)
+        return GroupPlacement.of(self.expert, self.expert_tensor, self.ranks_per_node)
 
     @cached_property
-    def expert_tensor_ranks(self) -> Sharing:
+    def expert_tensor_ranks(self) -> GroupPlacement:
         """Ranks that split an expert."""
-        return Sharing.of(self.expert_tensor, 1, self.ranks_per_node)
+        return GroupPlacement.of(self.expert_tensor, 1, self.ranks_per_node)
 
     @cached_property
-    def expert_data_ranks(self) -> Sharing:
+    def expert_data_ranks(self) -> GroupPlacement:
         """Ranks that have the same experts."""
         stage = self.tensor * self.context * self.data
         folded = self.expert * self.expert_tensor
-        return Sharing.of(max(1, stage // folded), folded, self.ranks_per_node)
+        return GroupPlacement.of(max(1, stage // folded), folded, self.ranks_per_node)
 
     @cached_property
-    def data_cut(self) -> tuple[Sharing, Sharing]:
+    def data_cut(self) -> tuple[GroupPlacement, GroupPlacement]:
         """Ranks over which ZeRO splits gradients, and ranks that have the same pieces."""
         return self._cut(self.data_ranks.size, self.tensor)
 
     @cached_property
-    def expert_cut(self) -> tuple[Sharing, Sharing]:
+    def expert_cut(self) -> tuple[GroupPlacement, GroupPlacement]:
         """Ranks over which ZeRO splits the gradients of experts, and ranks that have the same pieces."""
         return self._cut(self.expert_data_ranks.size, self.expert * self.expert_tensor)
 
-    def _cut(self, size: int, stride: int) -> tuple[Sharing, Sharing]:
+    def _cut(self, size: int, stride: int) -> tuple[GroupPlacement, GroupPlacement]:
         split_ranks = min(self.zero_group or size, size) if self.zero else size
-        replicas = Sharing.of(size // split_ranks, stride * split_ranks, self.ranks_per_node)
-        return Sharing.of(split_ranks, stride, self.ranks_per_node), replicas
+        replicas = GroupPlacement.of(size // split_ranks, stride * split_ranks, self.ranks_per_node)
+        return GroupPlacement.of(split_ranks, stride, self.ranks_per_node), replicas
 
     @property
     def reductions(self) -> int:

@@ -148,8 +148,8 @@ class LinkRates(_RatesTable):
     latency: float = Field(ge=0)
 
 
-class Host(_RatesTable):
-    """Host of a GPU.
+class HostRates(_RatesTable):
+    """Rates of the host of a GPU.
 
     Attributes:
         bandwidth: Bytes per second between the GPU of a rank and its host.
@@ -160,7 +160,7 @@ class Host(_RatesTable):
     memory_bandwidth: float = Field(ge=1, le=1e30)
 
 
-class Collective(_RatesTable):
+class CollectiveRates(_RatesTable):
     """Measured seconds of a collective operation.
 
     Attributes:
@@ -176,7 +176,7 @@ class Collective(_RatesTable):
     seconds: tuple[PositiveFloat, ...] = Field(min_length=1, strict=False)
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> Collective:
+    def _check_sizes(self) -> CollectiveRates:
         if len(self.bytes) != len(self.seconds):
             raise ValueError("must have the same number of bytes and seconds")
         if list(self.bytes) != sorted(set(self.bytes)):
@@ -241,10 +241,10 @@ class MachineRates(_RatesTable):
     logits: float | None = Field(None, gt=0)
     inside: LinkRates | None = None
     between: LinkRates | None = None
-    host: Host | None = None
+    host: HostRates | None = None
     disk: float | None = Field(None, gt=0)
-    collectives: Mapping[Operation, Collective] = Field(default_factory=dict)
-    crossing: Mapping[Operation, Annotated[tuple[Collective, ...], Field(strict=False)]] = Field(
+    collectives: Mapping[Operation, CollectiveRates] = Field(default_factory=dict)
+    crossing: Mapping[Operation, Annotated[tuple[CollectiveRates, ...], Field(strict=False)]] = Field(
         default_factory=dict
     )
     gradients: Literal["fp32", "compute"] = "fp32"
@@ -272,7 +272,7 @@ class MachineRates(_RatesTable):
         result = ((kind.name, kind.nodes or 0, kind.memory) for kind in self.kinds)
         return tuple(result) if self.others else ()
 
-    def of_deck(self, deck: Deck) -> Deck:
+    def fill_deck(self, deck: Deck) -> Deck:
         """Return the deck with the properties of this machine for keys that it does not set."""
         section, most = deck.machine, max(kind.memory for kind in self.kinds)
         ranks_per_node = section.ranks_per_node or section.gpus_per_node or self.ranks_per_node
@@ -307,7 +307,7 @@ class MachineRates(_RatesTable):
             )
         return result
 
-    def host_for(self, key: str) -> Host:
+    def host_for(self, key: str) -> HostRates:
         """Return the host of the GPU, which a key of the deck requires.
 
         Raises:
@@ -372,7 +372,7 @@ class MachineRates(_RatesTable):
         """Return the elements per second of the optimizer, for parameters in a format; None if unknown."""
         return self.formats.get(form, _NO_FORMAT).optimizer or self.optimizer
 
-    def elements(
+    def elementwise_seconds(
         self, kind: ElementwiseKind, direction: Direction, count: float, itemsize: int, form: str = ""
     ) -> float:
         """Return the seconds of an elementwise operation on `count` elements of a format."""
@@ -390,36 +390,43 @@ class MachineRates(_RatesTable):
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Distribution of the ranks of a group over nodes.
+class GroupPlacement:
+    """Placement of the ranks of a group on nodes.
 
     Attributes:
         size: Number of ranks.
-        together: Number of ranks on each node.
+        ranks_per_node: Number of ranks of the group on each node.
     """
 
     size: int
-    together: int
+    ranks_per_node: int
 
     @staticmethod
-    def of(size: int, stride: int, ranks_per_node: int) -> Sharing:
-        """Return the distribution of ranks that are `stride` apart in the order of ranks."""
+    def of(size: int, stride: int, ranks_per_node: int) -> GroupPlacement:
+        """Return the placement of ranks that are `stride` apart in the order of ranks."""
         together = max(1, min(size, ranks_per_node // stride))
         while size % together:
             together -= 1
-        return Sharing(size, together)
+        return GroupPlacement(size, together)
 
     @property
     def nodes(self) -> int:
         """Number of nodes."""
-        return self.size // self.together
+        return self.size // self.ranks_per_node
 
 
-SENT: Mapping[Operation, float] = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+LINK_PASSES: Mapping[Operation, float] = {
+    "all_reduce": 2,
+    "reduce_scatter": 1,
+    "all_gather": 1,
+    "all_to_all": 1,
+}
 """Number of times that the tensor, without a rank's own part, passes the link of a rank."""
 
 
-def collective_seconds(machine: MachineRates, operation: Operation, size: float, group: Sharing) -> float:
+def collective_seconds(
+    machine: MachineRates, operation: Operation, size: float, group: GroupPlacement
+) -> float:
     """Return the seconds of a collective operation.
 
     Measured operations are interpolated. Otherwise the pieces pass the link of each rank once, twice for an
@@ -430,37 +437,37 @@ def collective_seconds(machine: MachineRates, operation: Operation, size: float,
         machine: Rates of the machine.
         operation: The operation.
         size: Bytes of the global tensor, which are the payload of a rank.
-        group: Distribution of the ranks.
+        group: Placement of the ranks.
     """
     if group.size == 1 or size <= 0:
         return 0.0
     rounds = max(1, (group.size - 1).bit_length())
-    factor = SENT[operation]
+    factor = LINK_PASSES[operation]
     if group.nodes == 1:
         measured = machine.collectives.get(operation)
         if measured is not None:
             scale = (group.size - 1) / group.size * measured.ranks / (measured.ranks - 1)
-            return _between(measured, size) * scale
+            return _interpolate(measured, size) * scale
         link = machine.link(crosses=False)
         return factor * size * (group.size - 1) / group.size / link.bandwidth + rounds * link.latency
     measured = _nearest(machine.crossing.get(operation, ()), group)
     if measured is not None:
         scale = (group.size - 1) / group.size * measured.ranks / (measured.ranks - 1)
-        return _between(measured, size) * scale
+        return _interpolate(measured, size) * scale
     between = machine.link(crosses=True)
-    bandwidth = between.bandwidth * group.together
-    if group.together > 1:
+    bandwidth = between.bandwidth * group.ranks_per_node
+    if group.ranks_per_node > 1:
         bandwidth = min(bandwidth, machine.link(crosses=False).bandwidth)
     return factor * size * (group.size - 1) / group.size / bandwidth + rounds * between.latency
 
 
-def _nearest(measured: Sequence[Collective], group: Sharing) -> Collective | None:
+def _nearest(measured: Sequence[CollectiveRates], group: GroupPlacement) -> CollectiveRates | None:
     """Return the operation that was measured with as many ranks per node, or the next fewer."""
-    fitting = [each for each in measured if (each.together or 1) <= group.together]
+    fitting = [each for each in measured if (each.together or 1) <= group.ranks_per_node]
     return max(fitting, key=lambda each: each.together or 1, default=None)
 
 
-def gather_seconds(machine: MachineRates, size: float, group: Sharing) -> float:
+def gather_seconds(machine: MachineRates, size: float, group: GroupPlacement) -> float:
     """Return the seconds in which ranks gather parameters of `size` bytes.
 
     If ranks of a node share memory, they only wait for each other.
@@ -476,7 +483,7 @@ def message_seconds(machine: MachineRates, size: float, crosses: bool) -> float:
     return size / link.bandwidth + link.latency
 
 
-def _between(measured: Collective, size: float) -> float:
+def _interpolate(measured: CollectiveRates, size: float) -> float:
     """Return the seconds of a size, interpolated; beyond the largest measured size in proportion."""
     sizes, seconds = measured.bytes, measured.seconds
     if size <= sizes[0]:
@@ -536,13 +543,13 @@ def parse_machine(text: str, name: str) -> MachineRates:
     try:
         machine = MachineRates.model_validate(complete_kinds(table))
     except ValidationError as error:
-        problems += _figure_problems(error)
+        problems += _value_problems(error)
     if problems:
         raise HpctrainError([_sentence(name, lines, *each) for each in problems])
     return machine
 
 
-def _figure_problems(error: ValidationError) -> Iterator[tuple[tuple[str, ...], str]]:
+def _value_problems(error: ValidationError) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the paths below [machine] and the problems of missing or wrong values.
 
     Problems of other kinds of node that come from the first kind are listed once.

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hpctrain.plan.time.layer_seconds import LayerSizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import (
+    GroupPlacement,
     MachineRates,
     Operation,
-    Sharing,
     collective_seconds,
     gather_seconds,
     message_seconds,
@@ -37,7 +37,9 @@ def after_backward(
     stage_layers, exchanged = _with_tied(stage_layers, at, ends or (machine,))
     causes = {"gradients": exchanged, "parameters": 0.0, "offload": 0.0, "fixed": machine.fixed}
     (expert_group, expert_replicas), (group, replicas) = at.expert_cut, at.data_cut
-    elements = [sum(sizes) for sizes in zip(*(layer.updated(at) for layer in stage_layers), strict=True)]
+    elements = [
+        sum(sizes) for sizes in zip(*(layer.trained_elements(at) for layer in stage_layers), strict=True)
+    ]
     gathers = _gathers(stage_layers, at)
     for index, (cut, copies) in enumerate(((expert_group, expert_replicas), (group, replicas))):
         if not elements[index] and not gathers[index]:
@@ -45,7 +47,9 @@ def after_backward(
         size = elements[index] * at.gradient_itemsize
         operation: Operation = "reduce_scatter" if at.zero else "all_reduce"
         buckets = _buckets(stage_layers, elements[index], at)
-        causes["gradients"] += at.reductions * waited_for(machine, operation, size, cut, buckets, backward)
+        causes["gradients"] += at.reductions * exposed_seconds(
+            machine, operation, size, cut, buckets, backward
+        )
         if not at.zero:
             continue
         # ZeRO splits within a group. Groups with the same pieces then add their sums.
@@ -53,9 +57,9 @@ def after_backward(
         size = gathers[index] * at.itemsize
         hiding = 1 - machine.overlap if at.zero == 3 else 1.0
         causes["parameters"] += hiding * gather_seconds(machine, size, cut)
-        causes["offload"] += _read(size / cut.size, at, machine)
-    if at.tensor > 1 and (partial := sum(layer.partial(at) for layer in stage_layers)):
-        size = partial * at.gradient_itemsize
+        causes["offload"] += _offload_seconds(size / cut.size, at, machine)
+    if at.tensor > 1 and (reduced := sum(layer.elements_to_reduce(at) for layer in stage_layers)):
+        size = reduced * at.gradient_itemsize
         causes["tensor"] = collective_seconds(machine, "all_reduce", size, at.tensor_ranks)
     cuts = (expert_group.size, group.size) if at.zero else (1, 1)
     for cause, seconds in update_seconds(stage_layers, cuts, at, machine).items():
@@ -83,8 +87,13 @@ def _with_tied(
     return [layer if layer is not end else own_end for layer in stage_layers], seconds
 
 
-def waited_for(
-    machine: MachineRates, operation: Operation, size: float, group: Sharing, buckets: int, backward: float
+def exposed_seconds(
+    machine: MachineRates,
+    operation: Operation,
+    size: float,
+    group: GroupPlacement,
+    buckets: int,
+    backward: float,
 ) -> float:
     """Return the seconds of a reduction in several buckets that a backward pass does not hide.
 
@@ -114,7 +123,7 @@ def _gathers(stage_layers: Sequence[LayerSizes], at: LayoutSizes) -> tuple[float
         times = 2 * at.micro_batches if at.zero == 3 else 1
         if at.zero == 3 and layer.is_block and kept_blocks:
             times, kept_blocks = 1, kept_blocks - 1
-        updated = layer.updated(at)
+        updated = layer.trained_elements(at)
         gathers_updated = layer.adapter_elements is not None or at.zero < 3
         for index, elements in enumerate(layer.elements(at)):
             updated_elements = updated[index] if gathers_updated else 0.0
@@ -124,7 +133,7 @@ def _gathers(stage_layers: Sequence[LayerSizes], at: LayoutSizes) -> tuple[float
     return gathered[0], gathered[1]
 
 
-def _read(size: float, at: LayoutSizes, machine: MachineRates) -> float:
+def _offload_seconds(size: float, at: LayoutSizes, machine: MachineRates) -> float:
     """Return the seconds to read offloaded parameters before they are gathered."""
     if at.parameters_location == "device":
         return 0.0

@@ -58,11 +58,11 @@ class StageNodes:
         self.groups = [_together([machine.kinds[kind] for kind in kinds]) for kinds in result]
 
     @property
-    def is_one(self) -> bool:
+    def has_one_kind(self) -> bool:
         """True if all ranks are on nodes of one kind."""
         return len(self.groups) == 1 and len(self.groups[0]) == 1
 
-    def layers(self, layers: Sequence[LayerSizes], group: int) -> dict[LayerSizes, LayerSeconds]:
+    def seconds_by_layer(self, layers: Sequence[LayerSizes], group: int) -> dict[LayerSizes, LayerSeconds]:
         """Return the seconds of the passes of each layer, on stages of a group."""
         result = {}
         for layer in dict.fromkeys(layers):
@@ -82,7 +82,7 @@ class StageNodes:
             self._joined[key] = _together(list(kinds.values()))
         return self._joined[key]
 
-    def after(
+    def seconds_after_backward(
         self, stage_layers: Sequence[LayerSizes], backward: float, at: LayoutSizes, stage: int
     ) -> dict[str, float]:
         """Return `after_backward` on the slowest kind of node of a stage.
@@ -93,7 +93,7 @@ class StageNodes:
             at: Sizes of the layout, whose ZeRO may differ.
             stage: Number of the stage.
         """
-        ends = () if self.is_one else self.links(0, -1)
+        ends = () if self.has_one_kind else self.links(0, -1)
         group = self.groups[self.of_stage[stage]]
         return max((after_backward(stage_layers, backward, at, kind, ends) for kind in group), key=_total)
 

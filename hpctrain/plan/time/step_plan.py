@@ -19,7 +19,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
-from hpctrain.plan.time.layer_seconds import LayerSeconds, LayerSizes, added, layer_sizes, times
+from hpctrain.plan.time.layer_seconds import LayerSeconds, LayerSizes, layer_sizes, scale_causes, sum_by_cause
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates, collective_seconds, message_seconds
 from hpctrain.plan.time.stage_nodes import StageNodes, ranks_of_kinds
@@ -42,7 +42,7 @@ CAUSES = (
 )
 
 
-TIMED: Mapping[str, object] = {
+PREDICTED_VALUES: Mapping[str, object] = {
     "communication.compress": "none",
     "communication.emulate": None,
     "layout.local_steps.replicas": 1,
@@ -138,9 +138,9 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: MachineRates) ->
     flop_counts, tokens = model_flops(shape), deck.batch.global_size * deck.batch.sequence
     recomputed = flop_counts.recomputed_flops_per_token(deck.memory.recompute)
     flops = flop_counts.flops_per_token * tokens
-    values = {key: deck.value(key) for key in TIMED}
+    values = {key: deck.value(key) for key in PREDICTED_VALUES}
     ignored_keys = tuple(
-        f"{key} = {value}" for key, value in values.items() if value not in {None, TIMED[key]}
+        f"{key} = {value}" for key, value in values.items() if value not in {None, PREDICTED_VALUES[key]}
     )
     of_kinds = ranks_of_kinds(machine, ranks, at.ranks_per_node)
     peaks = sum(each.products_of(at.form).peak * share for each, share in of_kinds)
@@ -187,7 +187,7 @@ def busiest_seconds(
         simulate: Function that simulates a schedule.
     """
     nodes = StageNodes(machine, at)
-    group_seconds = [nodes.layers(layers, group) for group in range(len(nodes.groups))]
+    group_seconds = [nodes.seconds_by_layer(layers, group) for group in range(len(nodes.groups))]
     parts = _parts(layers, split)
     stage_of_part = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
     passes = [
@@ -211,18 +211,21 @@ def busiest_seconds(
         stage_parts = [schedule.part(stage, chunk) for chunk in range(schedule.chunks)]
         first = passes[stage_parts[0]]
         backward = sum(first.input_gradient.values()) + sum(first.weight_gradient.values())
-        return nodes.after([layer for part in stage_parts for layer in parts[part]], backward, at, stage)
+        return nodes.seconds_after_backward(
+            [layer for part in stage_parts for layer in parts[part]], backward, at, stage
+        )
 
     def order(stage: int) -> tuple[float, float]:
-        return -sum(after(stage).values()) if not nodes.is_one else 0.0, simulation.idle[stage]
+        return -sum(after(stage).values()) if not nodes.has_one_kind else 0.0, simulation.idle[stage]
 
     busiest = min(range(schedule.stage_count), key=order)
     stage_parts = [schedule.part(busiest, chunk) for chunk in range(schedule.chunks)]
     count = schedule.micro_batches
-    causes = added(
+    causes = sum_by_cause(
         *(
-            times(
-                added(passes[part].forward, passes[part].input_gradient, passes[part].weight_gradient), count
+            scale_causes(
+                sum_by_cause(passes[part].forward, passes[part].input_gradient, passes[part].weight_gradient),
+                count,
             )
             for part in stage_parts
         ),
@@ -253,9 +256,9 @@ def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, Lay
         layer_counts[layer] = layer_counts.get(layer, 0) + 1
     seconds = [(of_layers[layer], count) for layer, count in layer_counts.items()]
     return LayerSeconds(
-        added(*(times(each.forward, count) for each, count in seconds)),
-        added(*(times(each.input_gradient, count) for each, count in seconds)),
-        added(*(times(each.weight_gradient, count) for each, count in seconds)),
+        sum_by_cause(*(scale_causes(each.forward, count) for each, count in seconds)),
+        sum_by_cause(*(scale_causes(each.input_gradient, count) for each, count in seconds)),
+        sum_by_cause(*(scale_causes(each.weight_gradient, count) for each, count in seconds)),
     )
 
 
@@ -263,7 +266,7 @@ def split_by_seconds(layers: Sequence[LayerSizes], nodes: StageNodes, schedule: 
     """Return the number of blocks of each part with which the longest stage is shortest."""
     times = []
     for group in range(len(nodes.groups)):
-        of_layers = {layer: each.total for layer, each in nodes.layers(layers, group).items()}
+        of_layers = {layer: each.total for layer, each in nodes.seconds_by_layer(layers, group).items()}
         times.append([of_layers[layer] for layer in layers])
     return tuple(split_by_stage_times([times[group] for group in nodes.of_stage], schedule))
 

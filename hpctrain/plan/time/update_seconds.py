@@ -18,7 +18,7 @@ from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.muon import Muon
 from hpctrain.parallel.shards import Shard, UpdateSettings
-from hpctrain.plan.time.machine_rates import MachineRates, Sharing, collective_seconds
+from hpctrain.plan.time.machine_rates import GroupPlacement, MachineRates, collective_seconds
 
 if TYPE_CHECKING:
     from hpctrain.plan.time.layer_seconds import LayerSizes
@@ -86,7 +86,7 @@ def update_seconds(
     update = at.update
     elements = traffic = state = 0.0
     for layer in stage_layers:
-        updated = sum(each / cut for each, cut in zip(layer.updated(at), cuts, strict=True))
+        updated = sum(each / cut for each, cut in zip(layer.trained_elements(at), cuts, strict=True))
         numbers = update.numbers(layer)
         elements += updated
         traffic += updated * update.traffic(numbers, at.itemsize)
@@ -140,7 +140,7 @@ def _muon(
             share = cuts[not of_experts] if at.zero else group.size
             products += prod(shape[:-2]) * seconds_per_matrix / (share * pieces)
             size = prod(shape) / pieces * muon.format.itemsize
-            split: Sharing = at.expert_tensor_ranks if of_experts else at.tensor_ranks
+            split: GroupPlacement = at.expert_tensor_ranks if of_experts else at.tensor_ranks
             sending += 2 * collective_seconds(machine, "all_to_all", size / share, split)
             if not at.zero:
                 sending += collective_seconds(machine, "all_gather", size, group)

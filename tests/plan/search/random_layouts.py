@@ -81,7 +81,7 @@ def draw(random: Random, machine: MachineRates, ranks: int, model: str, *keys: s
             values["layout.expert_tensor"] = random.choice((1, 1, 2))
         written = [f"{key}={value}" for key, value in values.items()]
         try:
-            deck = machine.of_deck(parse_deck(DECK, [*MODELS[model], *written, *keys]))
+            deck = machine.fill_deck(parse_deck(DECK, [*MODELS[model], *written, *keys]))
         except HpctrainError:
             continue
         rounds = deck.batch.global_size // (deck.batch.micro_size * max(1, sums))

@@ -75,7 +75,7 @@ def test_of_plain_layouts_most_is_told(layout: str) -> None:
     usual = {"layout.schedule": "1f1b", "layout.chunks": 1, "memory.recompute": "none"}
     homes = {"memory.activations": "keep", "memory.optimizer": "device", "batch.micro_size": 2}
     written = [f"{key}={value}" for key, value in (given | usual | homes).items()]
-    deck = machine.of_deck(parse_deck(DECK, [*written, "layout.sequence_parallel=false", *PLAIN[layout]]))
+    deck = machine.fill_deck(parse_deck(DECK, [*written, "layout.sequence_parallel=false", *PLAIN[layout]]))
     of_stages = [stage.memory for stage in planned(deck, ranks).stages]
     most = max(each.parameter + each.gradient + each.optimizer + each.activation for each in of_stages)
     assert is_left(deck, ranks, machine, max(each.total for each in of_stages))

@@ -56,7 +56,9 @@ class Case:
     def deck(self) -> Deck:
         of_node = int(self.rank_bytes * self.machine.ranks_per_node)
         keys = ("run.device=cpu", "precision.compute=bf16", f"machine.memory={of_node}", *self.keys)
-        deck = self.machine.of_deck(parse_deck(DECK, keys)).with_keys(layout=self.layout, memory=self.memory)
+        deck = self.machine.fill_deck(parse_deck(DECK, keys)).with_keys(
+            layout=self.layout, memory=self.memory
+        )
         given = [f"layout.{key}" for key in self.layout] + [f"memory.{key}" for key in self.memory]
         places = {**deck.sources.places, **{key: Place("deck.toml") for key in given}}
         sections = {name: getattr(deck, name) for name in type(deck).model_fields}

@@ -190,7 +190,7 @@ def test_no_node_holds_more_than_its_kind_has() -> None:
     for memory in (4e8, 1e9):
         machine = kinds(f"{FAST}\nmemory = {memory}").model_copy(update={"memory": 1e9})
         budget = budget_on(8, machine.memories)
-        planned = machine.of_deck(deck)
+        planned = machine.fill_deck(deck)
         (layout,) = (layout for _, layout in layouts(tree_of(deck, 8, machine)))
         demand = budget.demand(planned, tree_of(planned, 8, machine).memory(layout))
         assert demand is not None
@@ -206,7 +206,7 @@ def test_what_is_needed_at_the_least_is_told_for_the_memory_of_each_kind() -> No
     """Of half of what the largest kind has, a bound is twice as much; never more than the plan says."""
     keys = ("model.layers=8", "model.hidden=64", "layout.schedule=1f1b", "layout.tensor=1")
     machine = kinds(f"{FAST}\nmemory = 5e8").model_copy(update={"memory": 1e9})
-    deck = machine.of_deck(deck_of(*keys))
+    deck = machine.fill_deck(deck_of(*keys))
     budget, alike = budget_on(8, machine.memories), budget_on(8, kinds(FAST).memories)
     tree, plain = (LayoutTree(SearchSpace(deck, 8), machine, each, inf) for each in (budget, alike))
     ratios = []

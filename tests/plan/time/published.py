@@ -39,7 +39,7 @@ class Published:
 
     def on(self, machine: MachineRates) -> LayoutSizes:
         """Its ranks with the habits of a machine."""
-        return LayoutSizes.of(machine.of_deck(self.deck), self.ranks, RANKS_PER_NODE)
+        return LayoutSizes.of(machine.fill_deck(self.deck), self.ranks, RANKS_PER_NODE)
 
     @cached_property
     def shape(self) -> ModelShape:

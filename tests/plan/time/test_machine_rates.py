@@ -12,8 +12,8 @@ import pytest
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.plan.time.machine_rates import (
+    GroupPlacement,
     MachineRates,
-    Sharing,
     collective_seconds,
     gather_seconds,
     message_seconds,
@@ -71,8 +71,8 @@ def test_large_products_reach_the_peak_s_share_and_small_ones_lose() -> None:
     [(8, 1, 4, 4), (8, 4, 4, 1), (8, 2, 4, 2), (3, 1, 8, 3), (6, 1, 4, 3), (1, 8, 4, 1)],
 )
 def test_ranks_of_a_group_share_nodes(size: int, stride: int, per_node: int, together: int) -> None:
-    sharing = Sharing.of(size, stride, per_node)
-    assert (sharing.size, sharing.together, sharing.nodes) == (size, together, size // together)
+    placement = GroupPlacement.of(size, stride, per_node)
+    assert (placement.size, placement.ranks_per_node, placement.nodes) == (size, together, size // together)
 
 
 def test_twice_the_bandwidth_takes_half() -> None:
@@ -80,7 +80,7 @@ def test_twice_the_bandwidth_takes_half() -> None:
     faster = parse_machine(
         FILE.replace("1e-6", "0.0").replace("1e-5", "0.0").replace("bandwidth = 1e9", "bandwidth = 2e9"), ""
     )
-    across = Sharing.of(8, 4, 4)
+    across = GroupPlacement.of(8, 4, 4)
     for operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
         once = collective_seconds(machine, operation, 1e9, across)
         assert collective_seconds(faster, operation, 1e9, across) == pytest.approx(once / 2)
@@ -89,7 +89,7 @@ def test_twice_the_bandwidth_takes_half() -> None:
 
 def test_ranks_that_lie_together_have_their_links_together() -> None:
     machine = parse_machine(FILE.replace("1e-5", "0.0"), "ours.toml")
-    alone, pairs = (collective_seconds(machine, "all_reduce", 1e9, Sharing(8, k)) for k in (1, 2))
+    alone, pairs = (collective_seconds(machine, "all_reduce", 1e9, GroupPlacement(8, k)) for k in (1, 2))
     assert alone == pytest.approx(2 * 7 / 8)  # 2 S (N-1)/N over 1 GB/s
     assert pairs == pytest.approx(alone / 2)
 
@@ -97,12 +97,12 @@ def test_ranks_that_lie_together_have_their_links_together() -> None:
 def test_what_was_measured_goes_before_what_is_computed() -> None:
     measured = "[machine.collectives.all_reduce]\nranks = 2\nbytes = [1e3, 1e6]\nseconds = [1e-5, 2e-4]\n"
     machine = parse_machine(FILE + measured, "ours.toml")
-    two = Sharing(2, 2)
+    two = GroupPlacement(2, 2)
     assert collective_seconds(machine, "all_reduce", 10, two) == 1e-5
     assert collective_seconds(machine, "all_reduce", 1e6, two) == pytest.approx(2e-4)
     assert collective_seconds(machine, "all_reduce", 1e7, two) == pytest.approx(2e-3)
     assert 1e-5 < collective_seconds(machine, "all_reduce", 5e5, two) < 2e-4
-    assert collective_seconds(machine, "all_reduce", 1e6, Sharing(4, 4)) == pytest.approx(2e-4 * 1.5)
+    assert collective_seconds(machine, "all_reduce", 1e6, GroupPlacement(4, 4)) == pytest.approx(2e-4 * 1.5)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_formats_have_figures_of_their_own() -> None:
     machine = parse_machine(FILE.replace("memory = 1e9", "memory = 1e9\noptimizer = 1e9") + own, "")
     assert (machine.optimizer_of("fp32"), machine.optimizer_of("bf16")) == (1e9, 5e8)
     assert (machine.attention_of("fp32").forward, machine.attention_of("bf16").forward) == (1e11, 2e11)
-    assert machine.elements("norm", "backward", 1e6, 4, "fp32") == pytest.approx(2e-3)
-    assert machine.elements("norm", "backward", 1e6, 2, "bf16") == pytest.approx(4e-3)
-    assert machine.elements("add", "forward", 1e6, 2, "bf16") == pytest.approx(3 * 2e6 / 1e10)
+    assert machine.elementwise_seconds("norm", "backward", 1e6, 4, "fp32") == pytest.approx(2e-3)
+    assert machine.elementwise_seconds("norm", "backward", 1e6, 2, "bf16") == pytest.approx(4e-3)
+    assert machine.elementwise_seconds("add", "forward", 1e6, 2, "bf16") == pytest.approx(3 * 2e6 / 1e10)
 
 
 def test_logits_are_computed_some_at_a_time() -> None:
@@ -205,17 +205,19 @@ def test_what_was_measured_between_nodes_counts_there() -> None:
         for together, seconds in ((1, 4e-3), (2, 2e-3))
     )
     machine = parse_machine(FILE + rows, "")
-    assert collective_seconds(machine, "all_reduce", 1e6, Sharing(2, 1)) == pytest.approx(4e-3)
-    assert collective_seconds(machine, "all_reduce", 1e6, Sharing(4, 2)) == pytest.approx(2e-3)
-    more = collective_seconds(machine, "all_reduce", 1e6, Sharing(8, 4))  # those of the next fewer
+    assert collective_seconds(machine, "all_reduce", 1e6, GroupPlacement(2, 1)) == pytest.approx(4e-3)
+    assert collective_seconds(machine, "all_reduce", 1e6, GroupPlacement(4, 2)) == pytest.approx(2e-3)
+    more = collective_seconds(machine, "all_reduce", 1e6, GroupPlacement(8, 4))  # those of the next fewer
     assert more == pytest.approx(2e-3 * (7 / 8) / (3 / 4))
-    assert collective_seconds(machine, "all_gather", 1e6, Sharing(2, 1)) == pytest.approx(0.5e6 / 1e9 + 1e-5)
+    assert collective_seconds(machine, "all_gather", 1e6, GroupPlacement(2, 1)) == pytest.approx(
+        0.5e6 / 1e9 + 1e-5
+    )
 
 
 def test_parameters_that_a_node_has_once_are_not_moved() -> None:
     apart = parse_machine(FILE, "")
     shared = apart.model_copy(update={"shared_memory": True})
-    two, across = Sharing(2, 2), Sharing(2, 1)
+    two, across = GroupPlacement(2, 2), GroupPlacement(2, 1)
     assert gather_seconds(apart, 1e9, two) == pytest.approx(0.05, rel=1e-3)
     assert gather_seconds(shared, 1e9, two) < 1e-5
     assert gather_seconds(shared, 1e9, across) == gather_seconds(apart, 1e9, across) > 0.4

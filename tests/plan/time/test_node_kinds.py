@@ -47,7 +47,7 @@ def test_what_was_measured_over_a_link_goes_with_it() -> None:
 
 
 def test_a_deck_is_planned_on_the_largest_memory() -> None:
-    deck = parse_machine(TWO, "").of_deck(small_deck())
+    deck = parse_machine(TWO, "").fill_deck(small_deck())
     assert deck.machine.memory == 4 * 2_000_000_000
 
 

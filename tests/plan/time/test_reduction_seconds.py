@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine_rates import MachineRates, Sharing, collective_seconds, parse_machine
-from hpctrain.plan.time.reduction_seconds import waited_for
+from hpctrain.plan.time.machine_rates import GroupPlacement, MachineRates, collective_seconds, parse_machine
+from hpctrain.plan.time.reduction_seconds import exposed_seconds
 from hpctrain.plan.time.step_plan import plan_step
 from hpctrain.plan.traffic_plan import plan_traffic
 from tests.engines import LLAMA, small_deck
@@ -102,22 +102,22 @@ def test_what_is_waited_for_is_what_the_plan_of_traffic_sends(layout: str) -> No
 
 
 def test_buckets_hide_behind_backward_but_for_the_last() -> None:
-    machine, group = even(more="overlap = 1.0"), Sharing(4, 4)
+    machine, group = even(more="overlap = 1.0"), GroupPlacement(4, 4)
     whole = collective_seconds(machine, "all_reduce", 8e9, group)
 
     def left(buckets: int, backward: float) -> float:
-        return waited_for(machine, "all_reduce", 8e9, group, buckets, backward)
+        return exposed_seconds(machine, "all_reduce", 8e9, group, buckets, backward)
 
     assert left(8, 1e9) == pytest.approx(whole / 8)
     assert left(1, 1e9) == pytest.approx(whole)
     # The first of 4 is final after a quarter of backward: then all go on, one after the other.
     assert left(4, 4.0) == pytest.approx(whole - 3.0)
-    assert waited_for(even(), "all_reduce", 8e9, group, 8, 1e9) == pytest.approx(whole)
+    assert exposed_seconds(even(), "all_reduce", 8e9, group, 8, 1e9) == pytest.approx(whole)
 
 
 def test_what_is_left_of_buckets_is_what_their_simulation_leaves() -> None:
     for share in (1.0, 0.5, 0.2):
-        machine, group = even(more=f"overlap = {share}"), Sharing(2, 2)
+        machine, group = even(more=f"overlap = {share}"), GroupPlacement(2, 2)
         for buckets in (1, 2, 5, 16):
             for backward in (0.0, 0.7, 3.0, 50.0):
                 one = collective_seconds(machine, "all_reduce", 4e9 / buckets, group)
@@ -127,7 +127,7 @@ def test_what_is_left_of_buckets_is_what_their_simulation_leaves() -> None:
                     free = begin + one / share
                     # What is not done when backward ends goes at full speed.
                     left += one - min(one, max(0.0, backward - begin) * share)
-                told = waited_for(machine, "all_reduce", 4e9, group, buckets, backward)
+                told = exposed_seconds(machine, "all_reduce", 4e9, group, buckets, backward)
                 assert told == pytest.approx(left), (share, buckets, backward)
 
 

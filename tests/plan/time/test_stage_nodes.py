@@ -65,8 +65,8 @@ def test_stages_lie_on_the_nodes_that_their_ranks_fill() -> None:
     assert names[2] == [(slow,), (fast,), (other,)]
     assert names[3] == [(slow,), (slow, fast), (fast, other), (other,)]
     assert names[4] == [(slow,), (slow,), (fast,), (fast,), (other,), (other,)]
-    assert StageNodes(three, at(2, 2)).is_one
-    assert not StageNodes(three, at(3, 2)).is_one
+    assert StageNodes(three, at(2, 2)).has_one_kind
+    assert not StageNodes(three, at(3, 2)).has_one_kind
 
 
 def test_more_ranks_than_there_are_nodes_for() -> None:

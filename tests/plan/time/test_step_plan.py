@@ -295,17 +295,17 @@ def test_nodes_of_six_ranks_are_met_by_stages_of_four() -> None:
 def test_a_machine_has_what_the_deck_does_not_say() -> None:
     alone = parse_machine(FILE, "")
     together = alone.model_copy(update={"shared_memory": True, "gradients": "compute"})
-    deck = alone.of_deck(small_deck("layout.zero=1"))
+    deck = alone.fill_deck(small_deck("layout.zero=1"))
     assert (deck.machine.ranks_per_node, deck.machine.memory) == (4, 4_000_000_000)
     assert (deck.communication.transport, deck.precision.gradients) == ("mpi", "fp32")
-    deck = together.of_deck(small_deck("layout.zero=1"))
+    deck = together.fill_deck(small_deck("layout.zero=1"))
     assert (deck.communication.transport, deck.precision.gradients) == ("auto", "compute")
-    said = together.of_deck(small_deck("machine.ranks_per_node=2", "precision.gradients=fp32"))
+    said = together.fill_deck(small_deck("machine.ranks_per_node=2", "precision.gradients=fp32"))
     assert (said.machine.ranks_per_node, said.precision.gradients) == (2, "fp32")
     assert deck.machine.prepared_product == small_deck().machine.prepared_product
     measured = alone.model_copy(update={"prepared_product": 300_000.0})
-    assert measured.of_deck(small_deck()).machine.prepared_product == 300_000
-    assert measured.of_deck(small_deck("machine.prepared_product=7")).machine.prepared_product == 7
+    assert measured.fill_deck(small_deck()).machine.prepared_product == 300_000
+    assert measured.fill_deck(small_deck("machine.prepared_product=7")).machine.prepared_product == 7
 
 
 def test_what_is_not_in_the_seconds_is_said() -> None:
