@@ -46,7 +46,7 @@ class AuditedReduction:
         inner: Transport that moves the inputs and the results.
         scratch: Memory for what this rank receives.
         record: Record of the call, to which checksums are added.
-        operation: Place of the call among those that start their parts in order.
+        operation: The same call in the StartOrder of its group.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class AuditedReduction:
         record has all checksums.
         """
         if self.tensor.nbytes * self.size <= SMALL_BYTES:
-            yield from self._of_everything()
+            yield from self._gather_and_reduce()
         elif self.call.operation == "reduce_scatter":
-            yield from self._to_owners()
+            yield from self._reduce_scatter()
         else:
-            yield from self._to_all()
+            yield from self._reduce_and_send()
 
-    def _of_everything(self) -> Steps:
+    def _gather_and_reduce(self) -> Steps:
         """Gather the whole inputs of all ranks on each rank, which adds the elements that it needs itself.
 
         This is for tensors of at most SMALL_BYTES over all ranks.
@@ -95,7 +95,7 @@ class AuditedReduction:
             begin, count = ranges_of_ranks(self.call.counts, tensor, self.size)[self.rank]
         self._add(parts[:, begin : begin + count].unbind(), self.output)
 
-    def _to_all(self) -> Steps:
+    def _reduce_and_send(self) -> Steps:
         """Run an all_reduce or a reduce: each rank adds its piece of every round, and sends the sums on.
 
         The sums go to all ranks, or to the root of a reduce.
@@ -120,16 +120,16 @@ class AuditedReduction:
             yield pending
             counts = equal_counts(block.numel(), size)
             begin, count = ranges_of_ranks(counts, block, size)[rank]
-            own = block[begin : begin + count]
+            sums = block[begin : begin + count]
             if root not in (-1, rank):
-                own = halves[index % 2][size * longest :][:count]
-            given = self._add(halves[index % 2][: size * count].view(size, count).unbind(), own)
-            call = self._result(own, block, counts, self.call.blocking and len(rounds) == 1)
+                sums = halves[index % 2][size * longest :][:count]
+            checksum = self._add(halves[index % 2][: size * count].view(size, count).unbind(), sums)
+            call = self._result(sums, block, counts, self.call.blocking and len(rounds) == 1)
             target = range(size) if root < 0 else [root]
             checksums = torch.zeros_like(self.record.sent)
             for peer in target:
                 if peer != rank:
-                    checksums[peer] = given
+                    checksums[peer] = checksum
             results.append(SteppedWork(run_transfer(call, self.inner, self.record, checksums)))
             self.ordered.started = ahead is None
             if root >= 0:
@@ -145,7 +145,7 @@ class AuditedReduction:
         output = block if self.rank == root else None
         return Call("gather", sums, output, blocking, bytes=block.nbytes, root=root, counts=counts)
 
-    def _to_owners(self) -> Steps:
+    def _reduce_scatter(self) -> Steps:
         """Run a reduce_scatter: each rank receives its piece from all ranks, and adds it.
 
         If there are several rounds, the data that this rank sends in a round is first copied into contiguous
@@ -245,8 +245,8 @@ def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bo
     share = -(-elements // size)
     piece = min(share, max(1, HOST_ROUND_BYTES // itemsize // size))
     rounds = -(-share // piece)
-    held = min(2, rounds) * size * piece * itemsize * (2 if scattered and rounds > 1 else 1)
-    return 1 << (held - 1).bit_length()
+    memory = min(2, rounds) * size * piece * itemsize * (2 if scattered and rounds > 1 else 1)
+    return 1 << (memory - 1).bit_length()
 
 
 def _cut(span: ElementRange, index: int, piece: int) -> ElementRange:

@@ -8,7 +8,7 @@ from torch import Tensor
 COPIES = 3
 """Number of copies that ranks send of what they compare."""
 
-WORDS = 1 << 32
+WORD_MODULUS = 1 << 32
 """Modulus of `word_sum`.
 
 The sums of parts add up to that of the whole modulo this number, if parts begin at words.

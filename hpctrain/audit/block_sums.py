@@ -38,9 +38,14 @@ from hpctrain.comm.transports.transport import ElementRange
 _WORD = 4
 _CHUNK_ELEMENTS = 1 << 18  # fits into the second-level cache of a processor
 
-SUM_BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13  # elements of a block; of 16-bit types
-MOST_BLOCKS = 1024  # blocks of the data of one rank; larger tensors have larger blocks
-COLUMN = 8  # elements that are added in fp32 before fp64 is used
+SUM_BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13
+"""Number of elements of a block, and of a block of a 16-bit type."""
+
+MOST_BLOCKS = 1024
+"""Largest number of blocks of the data of one rank. Larger tensors have larger blocks."""
+
+COLUMN = 8
+"""Number of elements that are added in fp32, before their sums are added in fp64."""
 
 _FP32, _FP64 = 2.0**-24, 2.0**-53
 _TINY = torch.finfo(torch.float32).tiny
@@ -154,7 +159,7 @@ def _of_floats(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None
     block = rows.shape[1]
     ones = rows.new_ones(COLUMN)
     columns, squares = rows.new_empty(block // COLUMN), rows.new_empty(len(rows))
-    for index, row in enumerate(rows):  # the second time a row is still in the cache
+    for index, row in enumerate(rows):  # row by row, so that a row is in the cache when it is read again
         torch.mv(row.view(COLUMN, -1).t(), ones, out=columns)
         sums[index, 0] = columns.double().sum()
         if is_input:

@@ -1,6 +1,6 @@
 """Logs of the calls of a group, whose records the ranks of the group exchange and compare.
 
-Each call leaves a record of what this rank gave and received. The ranks of a group exchange their records
+Each call leaves a record of what this rank sent and received. The ranks of a group exchange their records
 once per step, in one message per group. Each value is sent three times, and the bitwise majority counts, so
 that a bit that changes during the exchange is not reported as a fault of the call.
 """
@@ -133,12 +133,12 @@ class AuditLog(ABC, Generic[AnyRecord]):
             complete += 1
         rows = [torch.full((self.size, 1), complete), *self.rows(records[:complete])]
         rows += [rows[0].new_zeros(self.size, self.width(record)) for record in records[complete:]]
-        mine = torch.cat(rows, 1).repeat(1, COPIES)
-        received = torch.empty_like(mine)
+        sent = torch.cat(rows, 1).repeat(1, COPIES)
+        received = torch.empty_like(sent)
         request = self.communicator.Ialltoall(
-            split_buffer(mine, None, self.size), split_buffer(received, None, self.size)
+            split_buffer(sent, None, self.size), split_buffer(received, None, self.size)
         )
-        self._exchange = MpiRequests([request], mine), received, list(records)
+        self._exchange = MpiRequests([request], sent), received, list(records)
 
     def finish_exchange(self) -> None:
         """Wait for the exchange that was started, compare its records, and collect the faults. Collective.

@@ -169,11 +169,11 @@ class ReductionLog(AuditLog[ReductionRecord]):
 
     @override
     def compare(self, records: Sequence[ReductionRecord], rows_by_rank: Sequence[Tensor]) -> None:
-        # The next rank compares the blocks of a rank's span. The ranks take turns in comparing small records.
         """Compare the block sums of inputs and results, and the checksums of copies, and collect the faults.
 
-        Collective. Each difference is collected on one rank. The ranks exchange more only if copies of a
-        result differ.
+        Collective. The next rank compares the blocks of a rank's span, and ranks take turns in comparing
+        records of one block. So each difference is collected on one rank. The ranks exchange more only if
+        copies of a result differ.
         """
         self._compare_small(
             [each for each in zip(records, rows_by_rank, strict=True) if each[0].is_one_block]
@@ -206,7 +206,7 @@ class ReductionLog(AuditLog[ReductionRecord]):
         bits, floats = numbers[..., 0], torch.tensor([_floats(record) for record in records])
         sums = torch.tensor([record.has_checked_sum for record in records])
         allowed = torch.tensor([self._allowed(record, record.length) for record in records]).double()
-        bad = _beyond(numbers[..., 1:], records, allowed) & sums
+        bad = _is_wrong_sum(numbers[..., 1:], records, allowed) & sums
         for place in range(self.size):
             bad[place] &= torch.tensor([place in (record.result_ranks or ()) for record in records])
         nan = numbers[..., 3].view(torch.float64).isnan().any(0) & floats
@@ -232,7 +232,7 @@ class ReductionLog(AuditLog[ReductionRecord]):
         allowed = torch.tensor([self._allowed(record, each) for each in lengths]).double()
         numbers = rows[:, _HEAD:].reshape(self.size, record.count, _EACH)
         holders = record.result_ranks or [owner]
-        bad = _beyond(numbers, [record] * record.count, allowed)[list(holders)]
+        bad = _is_wrong_sum(numbers, [record] * record.count, allowed)[list(holders)]
         wrong: dict[tuple[int, ...], list[int]] = {}
         for index in bad.any(0).nonzero().flatten().tolist():
             places = [place for place, each in zip(holders, bad[:, index].tolist(), strict=True) if each]
@@ -253,8 +253,8 @@ class ReductionLog(AuditLog[ReductionRecord]):
         return rounding_bounds(self.size, length, record.block, record.dtype)
 
 
-def _beyond(numbers: Tensor, records: Sequence[ReductionRecord], allowed: Tensor) -> Tensor:
-    """Return which block sums of results differ from those of the inputs by more than rounding explains.
+def _is_wrong_sum(numbers: Tensor, records: Sequence[ReductionRecord], allowed: Tensor) -> Tensor:
+    """Return True for each block sum of a result that differs from that of the inputs beyond rounding errors.
 
     Args:
         numbers: Values of blocks, int64 `[ranks, blocks, 3]`.
@@ -265,21 +265,22 @@ def _beyond(numbers: Tensor, records: Sequence[ReductionRecord], allowed: Tensor
         A bool tensor `[ranks, blocks]`.
     """
     values = numbers.view(torch.float64)
-    given, bounds, taken = values[..., 0].sum(0), values[..., 1].sum(0), values[..., 2]
-    bounds = bounds * (1 + 2.0**-20)
-    most = torch.tensor([_most(record) for record in records], dtype=torch.float64)
-    lost = ~taken.isfinite() & (bounds < most)  # where no sum could overflow
-    bad = ((taken - given).abs() > allowed[:, 0] * bounds + allowed[:, 1]) | lost
-    off = numbers[..., 0].sum(0) - numbers[..., 2]
+    inputs, absolute, result = values[..., 0].sum(0), values[..., 1].sum(0), values[..., 2]
+    absolute = absolute * (1 + 2.0**-20)
+    largest = torch.tensor([_largest_number(record) for record in records], dtype=torch.float64)
+    wrongly_infinite = ~result.isfinite() & (absolute < largest)  # the sum of these inputs cannot overflow
+    bad = ((result - inputs).abs() > allowed[:, 0] * absolute + allowed[:, 1]) | wrongly_infinite
+    differences = numbers[..., 0].sum(0) - numbers[..., 2]
     for index, record in enumerate(records):
         if not _floats(record):
             assert record.dtype is not None
             bits = 8 * record.dtype.itemsize
-            bad[:, index] = (off[:, index] % 2**bits if bits < 64 else off[:, index]) != 0  # sums overflow
+            difference = differences[:, index]
+            bad[:, index] = (difference % 2**bits if bits < 64 else difference) != 0  # sums of integers wrap
     return bad
 
 
-def _most(record: ReductionRecord) -> float:
+def _largest_number(record: ReductionRecord) -> float:
     assert record.dtype is not None
     return float(torch.finfo(record.dtype).max) if _floats(record) else 0.0
 

@@ -1,6 +1,6 @@
-"""Sums over matrices by which an audit judges products: by torch, or on a CPU compiled from `audit.c`.
+"""Kernels of the sums by which a MatmulAudit checks matrix products.
 
-All sums are in fp32.
+They are computed by torch or, on a CPU, by the library that is compiled from `audit.c`. All sums are in fp32.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-REACH = 8.0
-"""Factor of the expected rounding error in the bound (`judge`).
+BOUND_FACTOR = 8.0
+"""Ratio of the bound of an error to its expected size (`AuditKernels.judge`).
 
 If the errors of a row are independent, a fraction of 1e-14 of all rows exceeds the bound.
 """
 
-AT_ONCE = 1 << 20
-"""Elements that torch reads at a time, so that the next pass finds them in the cache."""
+CHUNK_ELEMENTS = 1 << 20
+"""Number of elements that torch reads at a time, so that they are in the cache when it reads them again."""
 
-COHERENT, BIASED = 4.0, 5.0
-"""Threshold and weight for elements that are rounded in the same direction each time.
+BIAS_THRESHOLD, BIAS_FACTOR = 4.0, 5.0
+"""Threshold and factor for results whose partial sums are always rounded in the same direction.
 
-Elements above COHERENT times the root of their sum of squares, as where all tokens are the same, accumulate
-BIASED times the error that independent rounding causes.
+This happens where the terms of a sum are alike, as if all tokens are the same. The elements of such a row
+have a norm above BIAS_THRESHOLD times the root of the sum of squares of their terms. The part of the norm
+above this threshold counts BIAS_FACTOR times in the bound.
 """
 
-LEAST = 1e-17
-"""Bound for numbers so small that their square is zero."""
+SMALLEST_BOUND = 1e-17
+"""Smallest bound, for numbers so small that their square is zero."""
 
 
 class Checksums(NamedTuple):
@@ -59,40 +60,39 @@ class ErrorBounds:
         depth: Number of products that each element is the sum of.
         width: Number of elements that are summed with signs.
         dtype: Format of the result.
-        rounded: Format of an additional rounding of the elements. None if there is none.
-        times: Number of additional roundings.
+        rounding_dtype: Format to which the elements are also rounded; None if they are not.
+        roundings: Number of these additional roundings.
         uniform: True if all rows are sums of products of the same kind, as in a gradient.
     """
 
     depth: int
     width: int
     dtype: torch.dtype
-    rounded: torch.dtype | None = None
-    times: int = 1
+    rounding_dtype: torch.dtype | None = None
+    roundings: int = 1
     uniform: bool = False
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Factors of magnitudes in the bounds for accumulation, and for additional rounding."""
-        unit = torch.finfo(torch.float32).eps / 2
-        additional = (
-            0.0 if self.rounded is None else torch.finfo(self.rounded).eps / 2 * math.sqrt(self.times)
-        )
-        return REACH * unit * math.sqrt((self.depth + self.width) / 6), REACH * additional
+        """Ratios of bounds to magnitudes of elements: for accumulation and for additional roundings."""
+        unit, additional = torch.finfo(torch.float32).eps / 2, 0.0
+        if self.rounding_dtype is not None:
+            additional = torch.finfo(self.rounding_dtype).eps / 2 * math.sqrt(self.roundings)
+        return BOUND_FACTOR * unit * math.sqrt((self.depth + self.width) / 6), BOUND_FACTOR * additional
 
     @property
     def least(self) -> float:
         """Smallest bound: numbers near the smallest one of a format are rounded to multiples of it."""
-        if self.rounded is None:
-            return LEAST
-        form = torch.finfo(self.rounded)
+        if self.rounding_dtype is None:
+            return SMALLEST_BOUND
+        form = torch.finfo(self.rounding_dtype)
         multiple: float = form.smallest_normal * form.eps
-        return LEAST + REACH * math.sqrt(self.width * self.times) * multiple
+        return SMALLEST_BOUND + BOUND_FACTOR * math.sqrt(self.width * self.roundings) * multiple
 
     @property
     def largest(self) -> float:
         """Largest magnitude that is certainly finite in the formats."""
-        return torch.finfo(self.dtype if self.rounded is None else self.rounded).max / 2
+        return torch.finfo(self.dtype if self.rounding_dtype is None else self.rounding_dtype).max / 2
 
 
 class AuditKernels:
@@ -160,11 +160,11 @@ class AuditKernels:
     ) -> None:
         """Raise `worst` to the largest error of a row, in units of its bound.
 
-        An element is rounded as its partial sums are. These are about as large as the root of the sum of
-        squares of its terms, or as the element itself; k additions cause root k times the error of one. Since
-        signs do not depend on errors, their signed sum exceeds REACH times the root of their sum of squares
-        with a probability of e^-(REACH^2 / 2) (Hoeffding). A result that is not finite is wrong if its
-        operands cannot have made it so.
+        The error of an element comes from the rounding of its partial sums. These are about as large as the
+        root of the sum of squares of its terms, or as the element itself; k additions cause root k times the
+        error of one. Since the signs do not depend on the errors, the signed sum of a row's errors exceeds
+        BOUND_FACTOR times the root of their sum of squares with a probability of e^-(BOUND_FACTOR^2 / 2)
+        (Hoeffding). A result that is not finite is wrong if its operands are too small to cause an overflow.
 
         Args:
             bounds: Sizes and formats.
@@ -177,12 +177,12 @@ class AuditKernels:
         most, size = (added * bounds.depth).sqrt_(), added.sqrt()  # Cauchy-Schwarz: no element is larger
         own = torch.fmin(squares.sqrt(), most)
         if bounds.uniform:
-            # What cancels in one row in the end may have been large meanwhile, as in others.
+            # Large partial sums may cancel in the result of a row. Their size is estimated from other rows.
             own = torch.fmax(own, size * (own / size).nan_to_num_(0, 0, 0).mean())
-        accumulated, besides = bounds.factors
-        tolerance = (size + own).add_((own - COHERENT * size).clamp_min_(0), alpha=BIASED)
-        tolerance.mul_(accumulated).add_(bounds.least)
-        tolerance.add_(size + own if bounds.uniform else own, alpha=besides)
+        accumulation, additional = bounds.factors
+        tolerance = (size + own).add_((own - BIAS_THRESHOLD * size).clamp_min_(0), alpha=BIAS_FACTOR)
+        tolerance.mul_(accumulation).add_(bounds.least)
+        tolerance.add_(size + own if bounds.uniform else own, alpha=additional)
         errors = torch.where(
             torch.isfinite(actual),
             (expected - actual).abs_() / tolerance,
@@ -192,7 +192,7 @@ class AuditKernels:
 
     def _parts(self, matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield ranges of rows, and the rows in fp32."""
-        rows = max(1, AT_ONCE // matrix.shape[1])
+        rows = max(1, CHUNK_ELEMENTS // matrix.shape[1])
         for start in range(0, len(matrix), rows):
             part = matrix[start : start + rows]
             yield slice(start, start + len(part)), part.float()
@@ -200,12 +200,12 @@ class AuditKernels:
     def _squared(self, part: Tensor) -> Tensor:
         """Return the squares of some rows, in memory that the next call overwrites."""
         if self._scratch is None or self._scratch.numel() < part.numel():
-            self._scratch = part.new_empty(max(AT_ONCE, part.numel()))
+            self._scratch = part.new_empty(max(CHUNK_ELEMENTS, part.numel()))
         return torch.mul(part, part, out=self._scratch[: part.numel()].view(part.shape))
 
 
 class CompiledAuditKernels(AuditKernels):
-    """The same sums by the library of `audit.c`, for CPU matrices in fp32 and bf16, and by torch for others.
+    """AuditKernels that use the library of `audit.c` for CPU matrices in fp32 and bf16, and torch for others.
 
     Args:
         library: The compiled library.
@@ -264,13 +264,13 @@ class CompiledAuditKernels(AuditKernels):
             *map(ctypes.c_float, bounds.factors),
             ctypes.c_float(bounds.largest),
             int(bounds.uniform),
-            *map(ctypes.c_float, (bounds.least, COHERENT, BIASED)),
+            *map(ctypes.c_float, (bounds.least, BIAS_THRESHOLD, BIAS_FACTOR)),
             *_addresses(worst),
         )
 
 
 def _is_supported(matrix: Tensor) -> bool:
-    """Return True if `audit.c` computes with a matrix."""
+    """Return True if the functions of `audit.c` support a matrix."""
     return matrix.is_cpu and matrix.dtype in {torch.float32, torch.bfloat16} and matrix.stride(1) == 1
 
 
@@ -290,24 +290,24 @@ def _size(matrix: Tensor) -> object:
 
 
 def agree(one: AuditKernels, other: AuditKernels) -> bool:
-    """Return True if two kinds of kernels have the same results on a few numbers, up to rounding."""
+    """Return True if two AuditKernels have the same results for some random matrices, up to rounding."""
     generator = torch.Generator().manual_seed(0)
     values: list[list[torch.Tensor]] = [[], []]
     for rows, columns in ((9, 70), (4, 64)):
         matrix = torch.randn(rows, columns, generator=generator)
         along, across = torch.randn(columns, generator=generator), torch.randn(rows, generator=generator)
         for form in (torch.float32, torch.bfloat16):
-            for passes, results in zip((one, other), values, strict=True):
+            for kernels, results in zip((one, other), values, strict=True):
                 sums = [torch.ones(columns), torch.ones(columns)]
-                passes.add_columns(matrix.to(form), across, across.square(), *sums)
+                kernels.add_columns(matrix.to(form), across, across.square(), *sums)
                 worst = torch.zeros(())
-                there = across + torch.linspace(0, 1, rows)
+                actual = across + torch.linspace(0, 1, rows)
                 bounds = ErrorBounds(columns, rows, form, form, 2, uniform=True)
-                passes.judge(bounds, across, there, across.square(), there.square(), worst)
+                kernels.judge(bounds, across, actual, across.square(), actual.square(), worst)
                 results += [
-                    *passes.rows(matrix.to(form), along, along.square()),
-                    *passes.rows(matrix.to(form), along),
-                    *passes.checksums(matrix.to(form), along, across),
+                    *kernels.rows(matrix.to(form), along, along.square()),
+                    *kernels.rows(matrix.to(form), along),
+                    *kernels.checksums(matrix.to(form), along, across),
                     *sums,
                     worst,
                 ]

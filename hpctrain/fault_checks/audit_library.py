@@ -1,6 +1,7 @@
-"""Trial program of the library that is compiled from `audit.c`: it calls all functions once.
+"""Program that tries the library that is compiled from `audit.c`: it calls all functions once.
 
-It imports only the standard library, for the same reasons as `kernels/functions/function_library.py`.
+It imports only the standard library, for the same reasons as `function_library.py` in
+`parallel/kernels/functions/`.
 """
 
 from __future__ import annotations

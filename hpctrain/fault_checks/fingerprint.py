@@ -1,15 +1,15 @@
 """Fingerprints that identify a tensor on any layout.
 
-Each element counts by its index in the global tensor. So the split among ranks does not matter, and sums over
-ranks are the fingerprint of the whole tensor. A fingerprint has two parts:
+A fingerprint depends on the elements and their indices in the global tensor. So the split among ranks does
+not matter, and the sum of the ranks' fingerprints is that of the whole tensor. A fingerprint has two parts:
 
 - A wrapping sum of the elements' bits, each multiplied by an odd number that depends on its index. It
   identifies the bits.
 - A sketch of the values (Charikar, Chen and Farach-Colton 2002): each value is added to one of a few sums,
   with a sign that depends on its index. Sketches are linear, so the sketch of a difference is the difference
-  of the sketches. Its norm is that of the tensor to about a tenth, and exactly that of a single element.
+  of the sketches. Its norm is that of the tensor with an error of about 10%, and exact for a single element.
 
-Three other sums of bits are faster, because they know less:
+Three other sums of bits are faster, because they detect less:
 
 | sum | used for |
 |---|---|

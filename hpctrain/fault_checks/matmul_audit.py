@@ -1,6 +1,6 @@
 """Check of matrix products by random projections (Freivalds' test).
 
-Whoever has X, W and Y can check in O(n^2) whether Y = X W^T. With a vector r of random signs, Y r equals
+The equation Y = X W^T of n x n matrices can be checked in O(n^2). With a vector r of random signs, Y r equals
 X (W^T r) up to rounding, row by row. An error in one element of Y changes one element of Y r by the same
 amount, whatever r is; several errors in a row escape only by chance. The gradient of the input is checked
 the same way.
@@ -56,7 +56,7 @@ class GradientSum:
         squares: Sums of squares of what is added to each row, [n].
         depth: Number of products that each element is the sum of.
         times: Number of additions.
-        rounded: Format to which each addition is rounded before. None if it is not.
+        rounding_dtype: Format to which each product is rounded before it is added; None if it is not.
     """
 
     weights: Sequence[Parameter]
@@ -65,11 +65,17 @@ class GradientSum:
     squares: Tensor
     depth: int = 0
     times: int = 0
-    rounded: torch.dtype | None = None
+    rounding_dtype: torch.dtype | None = None
 
 
 class AuditedResult(NamedTuple):
-    """Result that was checked: the names of its weights, the phase of the step, and what it is of them."""
+    """Identity of a checked result.
+
+    Attributes:
+        names: Names of the weights that it was computed with.
+        phase: Phase of the step in which it was computed.
+        what: Kind of result, such as "product" or "gradient".
+    """
 
     names: tuple[str, ...]
     phase: str
@@ -86,17 +92,17 @@ class MatmulAudit(ProductCheck):
         seed: Seed of the signs.
         rank: Rank in the world.
         phase: Returns the current phase of the step.
-        passes: Kernels that compute projections; torch's by default.
+        kernels: Kernels that compute projections; torch's by default.
 
     Attributes:
         active: True within a step that is checked.
     """
 
     def __init__(
-        self, seed: int, rank: int, phase: Callable[[], str], passes: AuditKernels | None = None
+        self, seed: int, rank: int, phase: Callable[[], str], kernels: AuditKernels | None = None
     ) -> None:
         self._seed, self._rank, self._phase = seed, rank, phase
-        self._passes = AuditKernels() if passes is None else passes
+        self._kernels = AuditKernels() if kernels is None else kernels
         self.active = False
         self._step = 0
         self._signs: Tensor | None = None
@@ -157,21 +163,21 @@ class MatmulAudit(ProductCheck):
         checksums = self._checksums.get(target.key)
         if checksums is None:
             along, across = (self._signs_of(size, matrix) for size in (matrix.shape[1], len(matrix)))
-            checksums = self._checksums[target.key] = self._passes.checksums(matrix, along, across)
+            checksums = self._checksums[target.key] = self._kernels.checksums(matrix, along, across)
         vector, squares = checksums.of_columns, checksums.column_squares
         if transposed:
             vector, squares = checksums.of_rows, checksums.row_squares
-        expected, added = self._passes.rows(left, vector, squares)
+        expected, added = self._kernels.rows(left, vector, squares)
         output_signs = self._signs_of(right.shape[1], matrix)
-        actual, output_squares = self._passes.rows(right, output_signs)
+        actual, output_squares = self._kernels.rows(right, output_signs)
         if bias is not None:
-            of_bias, square = self._passes.rows(bias.unsqueeze(0), output_signs)
+            of_bias, square = self._kernels.rows(bias.unsqueeze(0), output_signs)
             expected, added = expected + of_bias, added + square
         depth = left.shape[1] + (bias is not None)
         bounds = ErrorBounds(depth, right.shape[1], output.dtype, _if_16_bits(output.dtype))
         what = what or (INPUT_GRADIENT if transposed else "product")
         worst = self._worst_of(target.weights, what, actual)
-        self._passes.judge(bounds, expected, actual, added, output_squares, worst)
+        self._kernels.judge(bounds, expected, actual, added, output_squares, worst)
 
     @override
     def check_quantized_product(
@@ -183,7 +189,7 @@ class MatmulAudit(ProductCheck):
     ) -> None:
         (left, right), what = operands, INPUT_GRADIENT if transposed else "product"
         target = AuditTarget(weights, (weights[0], what))
-        # The values of a matrix that was used in this step before are not needed again.
+        # The checksums of a matrix that was used before in this step are known, so its values are not needed.
         matrix = right.values if target.key in self._checksums else right.dequantized()
         self.check_product(target, left.dequantized(), matrix, output, what=what)
 
@@ -195,7 +201,7 @@ class MatmulAudit(ProductCheck):
         inputs: Tensor,
         into: Tensor,
         overwrite: bool,
-        rounded: torch.dtype | None = None,
+        rounding_dtype: torch.dtype | None = None,
     ) -> None:
         """Record that a product will be added to a gradient next.
 
@@ -204,16 +210,16 @@ class MatmulAudit(ProductCheck):
             output_gradient: Gradient of the output [m, n].
             inputs: Input of the layer [m, k].
             into: Gradient [n, k] to which output_gradient^T inputs will be added.
-            overwrite: True if it will be overwritten instead.
-            rounded: Format to which the product is rounded before it is added, or None.
+            overwrite: True if the product will replace the gradient instead.
+            rounding_dtype: Format to which the product is rounded before it is added; None if it is not.
         """
         entry = self._sum(target, into, overwrite)
         if len(inputs):
-            along, squares = self._passes.rows(inputs, self._signs_of(inputs.shape[1], into))
-            self._passes.add_columns(output_gradient, along, squares, entry.expected, entry.squares)
+            along, squares = self._kernels.rows(inputs, self._signs_of(inputs.shape[1], into))
+            self._kernels.add_columns(output_gradient, along, squares, entry.expected, entry.squares)
         entry.depth += len(inputs)
         entry.times += 1
-        entry.rounded = rounded or entry.rounded
+        entry.rounding_dtype = rounding_dtype or entry.rounding_dtype
 
     @override
     def expect_quantized_addition(
@@ -224,13 +230,13 @@ class MatmulAudit(ProductCheck):
         overwrite: bool,
     ) -> None:
         # GPUs accumulate 8-bit products with little more than 16 bits.
-        rounded = None if into.is_cpu else torch.bfloat16
+        rounding_dtype = None if into.is_cpu else torch.bfloat16
         left, right = (operand.dequantized() for operand in operands)
-        self.expect_addition(AuditTarget(weights, weights[0]), left, right, into, overwrite, rounded)
+        self.expect_addition(AuditTarget(weights, weights[0]), left, right, into, overwrite, rounding_dtype)
 
     @override
     def finish_addition(self, weights: Sequence[Parameter]) -> None:
-        if _is_shared(weights):  # modules may add, too, so the gradient is checked now
+        if _is_shared(weights):  # the user's module may add to the gradient later, so it is checked now
             self._compare(self._sums.pop(weights[0]))
 
     @override
@@ -272,7 +278,7 @@ class MatmulAudit(ProductCheck):
         if table.uses == 1 or _is_shared([table]):
             return
         entry = self._sum(AuditTarget([table], table), into, overwrite=False)
-        along, squares = self._passes.rows(rows, self._signs_of(rows.shape[1], rows))
+        along, squares = self._kernels.rows(rows, self._signs_of(rows.shape[1], rows))
         entry.expected.index_add_(0, indices, along)
         entry.squares.index_add_(0, indices, squares)
         entry.depth += len(rows)
@@ -285,7 +291,7 @@ class MatmulAudit(ProductCheck):
             self._compare(self._sums.pop(key))
 
     def _sum(self, target: AuditTarget, into: Tensor, overwrite: bool) -> GradientSum:
-        """Return the expected sum of a gradient. A new one starts with what modules may have added."""
+        """Return the expected sum of a gradient. A new one starts with what the user's module has added."""
         entry = self._sums.get(target.key)
         if entry is None or overwrite:
             expected, squares = torch.zeros(2, len(into), device=into.device)
@@ -298,25 +304,25 @@ class MatmulAudit(ProductCheck):
     @torch.no_grad()
     def _compare(self, entry: GradientSum) -> None:
         into, weights = entry.buffer, entry.weights
-        rounded, times = entry.rounded, 1  # each addition is rounded by itself
+        rounding_dtype, roundings = entry.rounding_dtype, 1  # each product is rounded separately
         if _if_16_bits(into.dtype):
-            rounded, times = into.dtype, entry.times  # the sum is rounded with each addition
-        bounds = ErrorBounds(entry.depth, into.shape[1], into.dtype, rounded, times, uniform=True)
+            rounding_dtype, roundings = into.dtype, entry.times  # each addition rounds the sum
+        bounds = ErrorBounds(entry.depth, into.shape[1], into.dtype, rounding_dtype, roundings, uniform=True)
         sizes = [len(into)] if len(weights) == 1 else [weight.shard.local[0] for weight in weights]
         rows = (each.split(sizes) for each in (entry.expected, entry.squares, *self._project(into)))
         for weight, expected, added, actual, squares in zip(weights, *rows, strict=True):
             worst = self._worst_of([weight], "gradient", actual)
-            self._passes.judge(bounds, expected, actual, added, squares, worst)
+            self._kernels.judge(bounds, expected, actual, added, squares, worst)
 
     def _project(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Return the product [m] of a matrix [m, k] with signs, and the sums of squares of its rows."""
-        return self._passes.rows(matrix, self._signs_of(matrix.shape[1], matrix))
+        return self._kernels.rows(matrix, self._signs_of(matrix.shape[1], matrix))
 
     def _signs_of(self, count: int, like: Tensor) -> Tensor:
         """Return the first `count` signs of the step."""
         if self._signs is None or len(self._signs) < count:
-            drawn = torch.from_numpy(signs(key_of(self._seed, f"audit {self._step}"), count))
-            self._signs = drawn.to(like.device)
+            new_signs = torch.from_numpy(signs(key_of(self._seed, f"audit {self._step}"), count))
+            self._signs = new_signs.to(like.device)
         return self._signs[:count]
 
     def _worst_of(self, weights: Sequence[Parameter], what: str, like: Tensor) -> Tensor:
@@ -332,7 +338,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _if_16_bits(dtype: torch.dtype) -> torch.dtype | None:
-    """Return a 16-bit format, to which sums of more bits are rounded, or None for another one."""
+    """Return the dtype if it has 16 bits, so that sums in fp32 are rounded to it; else None."""
     return dtype if dtype.itemsize == 2 else None
 
 
@@ -352,34 +358,34 @@ class AuditedKernel(MatmulKernel):
     """Kernel whose results an audit checks.
 
     Args:
-        by: Kernel that computes.
+        kernel: Kernel that computes.
         audit: The audit.
         weights: Weights that it multiplies.
     """
 
-    def __init__(self, by: MatmulKernel, audit: MatmulAudit, weights: Sequence[Parameter]) -> None:
-        self._by, self._audit, self._target = by, audit, AuditTarget(weights, weights[0])
-        self.name, self.converts = by.name, by.converts
+    def __init__(self, kernel: MatmulKernel, audit: MatmulAudit, weights: Sequence[Parameter]) -> None:
+        self._kernel, self._audit, self._target = kernel, audit, AuditTarget(weights, weights[0])
+        self.name, self.converts = kernel.name, kernel.converts
 
     @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        return self._by.multiplies(storage)
+        return self._kernel.multiplies(storage)
 
     @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = self._by.forward(inputs, weight, bias)
+        output = self._kernel.forward(inputs, weight, bias)
         self._audit.check_product(self._target, inputs, weight, output, bias)
         return output
 
     @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        output = self._by.logits(inputs, table)
+        output = self._kernel.logits(inputs, table)
         self._audit.check_product(self._target, inputs, table, output)
         return output
 
     @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        result = self._by.input_gradient(output_gradient, weight, out)
+        result = self._kernel.input_gradient(output_gradient, weight, out)
         self._audit.check_product(self._target, output_gradient, weight, result, transposed=True)
         return result
 
@@ -388,7 +394,7 @@ class AuditedKernel(MatmulKernel):
         self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
     ) -> None:
         is_rounded = inputs.is_cpu and not self.converts and inputs.dtype != into.dtype
-        rounded = inputs.dtype if is_rounded else None
-        self._audit.expect_addition(self._target, output_gradient, inputs, into, overwrite, rounded)
-        self._by.add_weight_gradient(into, output_gradient, inputs, overwrite)
+        rounding_dtype = inputs.dtype if is_rounded else None
+        self._audit.expect_addition(self._target, output_gradient, inputs, into, overwrite, rounding_dtype)
+        self._kernel.add_weight_gradient(into, output_gradient, inputs, overwrite)
         self._audit.finish_addition(self._target.weights)

@@ -22,8 +22,8 @@ SpikeAction = Literal["off", "skip", "rollback"]
 LEAST_DEVIATION = 0.01
 """Smallest deviation as a fraction of the median, for runs whose values hardly change."""
 
-RECORDED = 1000
-"""Largest number of spikes that a run records: the newest ones."""
+MOST_RECORDED_SPIKES = 1000
+"""Largest number of spikes that a run records. It keeps the newest ones."""
 
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
@@ -71,27 +71,34 @@ class SpikeDetector:
         warmup: Number of steps at the start in which only values that are not finite are spikes.
         enabled: False if the action is "off".
         window: Number of recent steps with an update that a step is compared with.
-        scales: True if there is a loss scale, which handles gradient norms that are not finite.
+        has_loss_scale: True if there is a loss scale, which handles gradient norms that are not finite.
         count: Number of spikes of the run.
         recorded: The newest spikes, the oldest first.
     """
 
     def __init__(
-        self, action: SpikeAction, window: int, factor: float, limit: int, warmup: int, scales: bool = False
+        self,
+        action: SpikeAction,
+        window: int,
+        factor: float,
+        limit: int,
+        warmup: int,
+        has_loss_scale: bool = False,
     ) -> None:
         self.action, self.factor, self.limit, self.warmup = action, factor, limit, warmup
         self.enabled = action != "off"
-        self.window, self.scales = window, scales
+        self.window, self.has_loss_scale = window, has_loss_scale
         self.count = 0
-        self.recorded: deque[Spike] = deque(maxlen=RECORDED)
+        self.recorded: deque[Spike] = deque(maxlen=MOST_RECORDED_SPIKES)
         self._last: deque[tuple[float, float]] = deque(maxlen=window)
 
     def find_spike(
         self, step: int, loss: float, norm: float, first_sample: int, samples: int
     ) -> Spike | None:
-        """Return the spike that a step is, or None if the step may make its update. Changes no state.
+        """Return a spike if the loss or the gradient norm of a step is one, else None. Changes no state.
 
-        It is called only if `enabled`. Afterwards, the caller calls `add_step` or `record_spike`.
+        It is called only if `enabled`. Afterwards, the caller calls `record_spike` with the spike, or
+        `add_step` if there is none and the step makes its update.
 
         Args:
             step: Number of the step, from 1.
@@ -126,7 +133,7 @@ class SpikeDetector:
         stored = state.get("spikes") or {}
         self.count = int(stored.get("count", 0))
         self._last = deque(((float(a), float(b)) for a, b in stored.get("window", ())), maxlen=self.window)
-        self.recorded = deque(recorded_spikes(state), maxlen=RECORDED)
+        self.recorded = deque(recorded_spikes(state), maxlen=MOST_RECORDED_SPIKES)
 
     @property
     def record(self) -> tuple[int, tuple[Spike, ...]]:
@@ -135,7 +142,7 @@ class SpikeDetector:
 
     def restore_record(self, record: tuple[int, tuple[Spike, ...]], spike: Spike) -> None:
         """Restore the record after the run has returned to an earlier state, and add the spike."""
-        self.count, self.recorded = record[0], deque(record[1], maxlen=RECORDED)
+        self.count, self.recorded = record[0], deque(record[1], maxlen=MOST_RECORDED_SPIKES)
         self.record_spike(spike)
 
     def _reason(self, step: int, loss: float, norm: float) -> str:
@@ -144,7 +151,7 @@ class SpikeDetector:
             f"{name} {value:g} is not finite" for name, value in values.items() if not isfinite(value)
         ]
         if problems:
-            return "" if self.scales and isfinite(loss) else " and ".join(problems)
+            return "" if self.has_loss_scale and isfinite(loss) else " and ".join(problems)
         if step <= self.warmup or len(self._last) < self.window:
             return ""
         columns = zip(values.items(), zip(*self._last, strict=True), strict=True)

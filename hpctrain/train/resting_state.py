@@ -16,7 +16,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from hpctrain.audit.bits import WORDS, word_sum
+from hpctrain.audit.bits import WORD_MODULUS, word_sum
 from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.comm.group import Group
 from hpctrain.sharding.bucket import Bucket
@@ -144,7 +144,7 @@ class RestingState(WatchedMemory):
             if piece.cut is not None:
                 piece.cut.all_reduce(total)
             assert piece.ends is not None
-            if (int(total) - int(exchange_with_other_end(piece.ends, total))) % WORDS:
+            if (int(total) - int(exchange_with_other_end(piece.ends, total))) % WORD_MODULUS:
                 both = piece.ends.ranks[0], piece.ends.ranks[-1]
                 yield DetectedFault(
                     "copies",

@@ -17,8 +17,10 @@ from hpctrain.fault_checks.spikes import (
 from hpctrain.train.rollback_history import find_rollback, rollback_steps
 
 
-def watching(window: int = 16, factor: float = 6.0, most: int = 3, scales: bool = False) -> SpikeDetector:
-    return SpikeDetector("skip", window, factor, most, warmup=4, scales=scales)
+def watching(
+    window: int = 16, factor: float = 6.0, most: int = 3, has_loss_scale: bool = False
+) -> SpikeDetector:
+    return SpikeDetector("skip", window, factor, most, warmup=4, has_loss_scale=has_loss_scale)
 
 
 def fed(spikes: SpikeDetector, steps: int, seed: int = 0) -> SpikeDetector:
@@ -83,8 +85,8 @@ def test_a_value_that_is_not_finite_is_always_a_spike(value: float) -> None:
     assert "is not finite" in spike.why
     assert watching().find_spike(1, 3.0, value, 0, 8) is not None
     # A loss scale that is too large makes such norms, and sees to it.
-    assert watching(scales=True).find_spike(1, 3.0, value, 0, 8) is None
-    assert watching(scales=True).find_spike(1, value, value, 0, 8) is not None
+    assert watching(has_loss_scale=True).find_spike(1, 3.0, value, 0, 8) is None
+    assert watching(has_loss_scale=True).find_spike(1, value, value, 0, 8) is not None
 
 
 def test_a_detector_that_is_off_has_no_state() -> None:

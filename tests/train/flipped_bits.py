@@ -238,10 +238,10 @@ class WatchedProducts:
     def __init__(self, campaign: Campaign, audit: MatmulAudit, world: World) -> None:
         self.campaign, self.world, self.row = campaign, world, -1
         self.judged, self.adding, self.compare = audit.check_product, audit.expect_addition, audit._compare
-        self.passes, self.judge = audit._passes, audit._passes.judge
+        self.kernels, self.judge = audit._kernels, audit._kernels.judge
         audit.check_product, audit.expect_addition = self._product, self._add  # type: ignore[method-assign]
         audit._compare = self._compared  # type: ignore[method-assign]
-        self.passes.judge = self._judge  # type: ignore[method-assign]
+        self.kernels.judge = self._judge  # type: ignore[method-assign]
 
     def _note(self, number: int, weights: Sequence[Parameter], phase: str) -> Planted | None:
         kernel, due = self.campaign.kernel, self.campaign.now
@@ -285,7 +285,7 @@ class WatchedProducts:
             assert due is not None
             by, ratio = torch.zeros_like(there), torch.zeros(())
             by[self.row] = kernel.by
-            AuditKernels.judge(self.passes, bounds, torch.zeros_like(there), by, added, squares, ratio)
+            AuditKernels.judge(self.kernels, bounds, torch.zeros_like(there), by, added, squares, ratio)
             due.above = not float(ratio) <= 1
             most = kernel.by / kernel.rounding if kernel.rounding else float("inf")
             due.how = f"row {self.row}, by {kernel.by}, {float(ratio)} tolerances, {most} deviations"

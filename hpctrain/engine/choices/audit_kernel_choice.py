@@ -21,12 +21,15 @@ _PACKAGE = "hpctrain.fault_checks"
 
 def with_matmul_audit(layer_context: LayerContext, world: World, seed: int) -> LayerContext:
     """Return a layer context whose matrix products are checked. Collective over all ranks."""
-    audit = MatmulAudit(seed, world.rank, lambda: world.ledger.phase, _passes(world))
+    audit = MatmulAudit(seed, world.rank, lambda: world.ledger.phase, _choose_kernels(world))
     return replace(layer_context, products=replace(layer_context.products, audit=audit))
 
 
-def _passes(world: World) -> AuditKernels:
-    """Return compiled kernels, built once on each node with CPUs, or else torch's, which are slower."""
+def _choose_kernels(world: World) -> AuditKernels:
+    """Return compiled kernels if ranks compute on CPUs and can compile them, else torch's. Collective.
+
+    One rank of each node compiles them. torch's kernels are slower.
+    """
     content = None
     if on_host(world.device) and world.local_rank == 0:
         with suppress(CompilerError):
@@ -34,7 +37,7 @@ def _passes(world: World) -> AuditKernels:
     content = libraries_of_nodes(world, content).get(world.node)
     if content is not None:
         with suppress(OSError, AttributeError):
-            passes = CompiledAuditKernels(open_library(content))
-            if agree(passes, AuditKernels()):
-                return passes
+            kernels = CompiledAuditKernels(open_library(content))
+            if agree(kernels, AuditKernels()):
+                return kernels
     return AuditKernels()
