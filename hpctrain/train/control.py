@@ -40,16 +40,16 @@ class StepDecision:
     Attributes:
         checkpoint: True to write a checkpoint.
         stop: True to stop; the run can resume.
-        why: Reason, for messages of rank 0.
+        reason: Reason, for messages of rank 0.
         measure: True to measure the speed of the machine again.
-        early: True to end the run, since the loss does not fall any more (`run.patience`).
+        ends_early: True to end the run, since the loss does not fall any more (`run.patience`).
     """
 
     checkpoint: bool = False
     stop: bool = False
-    why: str = ""
+    reason: str = ""
     measure: bool = False
-    early: bool = False
+    ends_early: bool = False
 
 
 class Control:
@@ -81,7 +81,7 @@ class Control:
             InputOutputError: The run folder was deleted or replaced; raised on all ranks.
         """
         world = self.world
-        requests_here, late = self._local_requests()
+        requests_here, time_reason = self._local_requests()
         requests_here |= {_MEASURE} if measure else set()
         causes = (*_CAUSES, _MEASURE, _GONE)
         # The maximum belongs to the lowest rank with the request. It is sent several times, since a wrong bit
@@ -106,8 +106,12 @@ class Control:
             self._remove([name for name in _FILES if name in ranks])
             self._request_files.clear()
         self.signals.received.difference_update(ranks)
-        why = (self._words(cause, ranks[cause], late) for cause in ranks if not stop or cause in _STOPPING)
-        return StepDecision(True, stop, " and ".join(why), measure and not stop)
+        reasons = (
+            self._describe_cause(cause, ranks[cause], time_reason)
+            for cause in ranks
+            if not stop or cause in _STOPPING
+        )
+        return StepDecision(True, stop, " and ".join(reasons), measure and not stop)
 
     def is_pending(self) -> bool:
         """Return True if this rank has a request that `agree` will handle. Local."""
@@ -120,7 +124,7 @@ class Control:
         """
         self.signals.received.difference_update(_SAVING)
 
-    def forget(self) -> None:
+    def remove_requests(self) -> None:
         """Remove request files, since the run is done."""
         if self.world.rank == 0:
             self._remove(self._files())
@@ -139,8 +143,8 @@ class Control:
         requests_here |= self._request_files
         if self._checks_without_folder >= _CHECKS_UNTIL_GONE:
             requests_here.add(_GONE)
-        late = self.out_of_time()
-        return requests_here | ({_CLOCK} if late else set()), late
+        time_reason = self.out_of_time()
+        return requests_here | ({_CLOCK} if time_reason else set()), time_reason
 
     def _files(self) -> list[str]:
         # On a network file system, listing the folder finds new files earlier than asking for one file.
@@ -160,7 +164,7 @@ class Control:
                     "%s: cannot be removed and is ignored from now on: %s", self.folder / name, error
                 )
 
-    def _words(self, cause: object, rank: int, late: str) -> str:
+    def _describe_cause(self, cause: object, rank: int, time_reason: str) -> str:
         if isinstance(cause, signal.Signals):
             return f"{cause.name} was received by rank {rank}"
-        return late if cause == _CLOCK else f"the file {self.folder / str(cause)} exists"
+        return time_reason if cause == _CLOCK else f"the file {self.folder / str(cause)} exists"

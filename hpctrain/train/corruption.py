@@ -26,13 +26,13 @@ from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.reduced_gradients import ReducedGradients
 from hpctrain.train.repeated_micro_batch import Repetition
-from hpctrain.train.resting_state import RestingState, WatchedMemory, tensors_changed_in_steps
 from hpctrain.train.step import StepGuard, TrainState
+from hpctrain.train.update_only_state import UpdateOnlyState, WatchedMemory, tensors_changed_in_steps
 
-REPEATED = 10
+COMPARISONS_PER_REPETITION = 10
 """Number of comparisons of replicas for each repetition of a micro-batch."""
 
-_WORD = (1 << 63) - 1
+_FAULT_WORD = (1 << 63) - 1
 """Word for a fault; 0 stands for none. The majority of its bits counts."""
 
 
@@ -43,7 +43,7 @@ class Guard(StepGuard, Hook):
         engine: The engine. If its products and messages are audited, their faults are collected.
         state: Counters of the run.
         every: Number of steps after which replicas are compared.
-        repetition: Repeats a micro-batch every `REPEATED * every` steps, if given.
+        repetition: Repeats a micro-batch every `COMPARISONS_PER_REPETITION * every` steps, if given.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Guard(StepGuard, Hook):
     ) -> None:
         self.engine, self.every, self.repetition = engine, every, repetition
         self.counters = Counters(engine, state)
-        self.resting = RestingState(engine.stage.buckets, engine.state())
+        self.update_only = UpdateOnlyState(engine.stage.buckets, engine.state())
         self._changing_tensors = [tensor for tensor in engine.state() if tensor.changes_in_step]
-        self.changing = WatchedMemory(tensors_changed_in_steps(self._changing_tensors), engine.world.rank)
-        self.summed = ReducedGradients(engine.stage.synchronizer, engine.world.rank)
+        self.step_state = WatchedMemory(tensors_changed_in_steps(self._changing_tensors), engine.world.rank)
+        self.reduced_gradients = ReducedGradients(engine.stage.synchronizer, engine.world.rank)
         self._products, self._messages = (
             engine.stage.layer_context.products.audit,
             message_audit_of(engine.world),
@@ -71,7 +71,7 @@ class Guard(StepGuard, Hook):
         self._counter_faults = self.counters.restore_changed()
         self._step, self._early_faults, self._repetition_faults = (
             self.counters.step or step,
-            self.changing.changed(),
+            self.step_state.find_changes(),
             [],
         )
         if self._changing_tensors:
@@ -79,22 +79,31 @@ class Guard(StepGuard, Hook):
             self._before.take(self._changing_tensors, former)
         if self._products is not None:
             self._products.begin_step(self._step)
-        if self.repetition is not None and self._step > 1 and self._step % (REPEATED * self.every) == 0:
+        if (
+            self.repetition is not None
+            and self._step > 1
+            and self._step % (COMPARISONS_PER_REPETITION * self.every) == 0
+        ):
             self._repetition_faults = self.repetition.compare()
             if self._before is not None:
                 self._before.restore(self._changing_tensors)
-        self.summed.forget()
+        self.reduced_gradients.discard()
         yield
 
     @override
-    def require_sound(self, totals: Sequence[float]) -> None:
-        resting = [*self._early_faults, *self.resting.changed()]
-        computed = [] if self._products is None else self._products.collect_faults()
+    def check_step(self, totals: Sequence[float]) -> None:
+        state_faults = [*self._early_faults, *self.update_only.find_changes()]
+        product_faults = [] if self._products is None else self._products.collect_faults()
         try:
-            miscounted = [*self._counter_faults, *self.counters.restore_changed()]
-            wrong = [*self._repetition_faults, *computed, *self._message_faults(), *self.summed.changed()]
-            faults = [*resting, *miscounted, *wrong]
-            self._agree(totals, faults, changes_state=bool(resting))
+            counter_faults = [*self._counter_faults, *self.counters.restore_changed()]
+            step_faults = [
+                *self._repetition_faults,
+                *product_faults,
+                *self._message_faults(),
+                *self.reduced_gradients.find_changes(),
+            ]
+            faults = [*state_faults, *counter_faults, *step_faults]
+            self._agree(totals, faults, changes_state=bool(state_faults))
         except SilentFaultError:
             self.engine.stage.synchronizer.end_step(False, 1.0)
             if self._before is not None:
@@ -104,24 +113,24 @@ class Guard(StepGuard, Hook):
             raise
 
     @override
-    def require_rest(self) -> None:
-        changed = [*self.changing.changed(), *self.resting.changed()]
-        self._agree([], [*changed, *self.resting.differing()])
+    def check_state(self) -> None:
+        changed = [*self.step_state.find_changes(), *self.update_only.find_changes()]
+        self._agree([], [*changed, *self.update_only.find_replica_differences()])
 
     def after_step(self, done: StepDone) -> None:
         """Take new fingerprints, and check messages and replicas."""
-        self.resting.take()
-        self.changing.take()
-        faults = [*self.counters.take(), *self._message_faults()]
+        self.update_only.record()
+        self.step_state.record()
+        faults = [*self.counters.record(), *self._message_faults()]
         if done.state.step % self.every == 0:
-            faults += self.resting.differing()
+            faults += self.update_only.find_replica_differences()
         self._agree([], faults)
 
     @override
-    def forget(self) -> None:
-        self.resting.forget()
-        self.changing.forget()
-        self.counters.forget()
+    def discard_fingerprints(self) -> None:
+        self.update_only.discard()
+        self.step_state.discard()
+        self.counters.discard()
 
     def _agree(
         self, totals: Sequence[float], local_faults: list[DetectedFault], changes_state: bool = True
@@ -139,9 +148,9 @@ class Guard(StepGuard, Hook):
             torch.tensor([[digest, len(local_faults)]], device=everyone.device)
         ).tolist()
         has_fault = any(number != digest or count for number, count in counts)
-        word = torch.tensor([_WORD if has_fault else 0], device=everyone.device)
+        word = torch.tensor([_FAULT_WORD if has_fault else 0], device=everyone.device)
         words = everyone.all_gather(word).tolist()
-        if not any(each.bit_count() > _WORD.bit_count() // 2 for each in words):
+        if not any(each.bit_count() > _FAULT_WORD.bit_count() // 2 for each in words):
             return
         rows = everyone.all_gather_object(
             [[fault.row for fault in local_faults], digest, changes_state and bool(local_faults)]

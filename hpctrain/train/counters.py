@@ -21,11 +21,11 @@ class Counters:
         """Number of the next step; 0 if there is no copy."""
         return int(self._copy["step"]) + 1 if self._copy else 0
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the copy, because something other than a step changes the counters."""
         self._copy = {}
 
-    def take(self) -> list[DetectedFault]:
+    def record(self) -> list[DetectedFault]:
         """Copy the counters after a step. Return a fault if the number of steps was wrong, and correct it."""
         following, wrong = self.step or self._state.step, []
         if self._state.step != following:
@@ -34,7 +34,7 @@ class Counters:
         return wrong
 
     def restore_changed(self) -> list[DetectedFault]:
-        """Restore counters that have changed since `take`. Return a fault for each of them."""
+        """Restore counters that have changed since `record`. Return a fault for each of them."""
         if not self._copy:
             return []
         now = self._current()

@@ -47,14 +47,14 @@ class FaultRecovery:
             source = rollback.newest(trainer.state.step)
             if source is None:
                 why = f"step {step}: no valid state to restore, in memory or on disk"
-                return StepDecision(stop=True, why=f"{describe_fault(error.faults[0])}; {why}")
+                return StepDecision(stop=True, reason=f"{describe_fault(error.faults[0])}; {why}")
             restored = rollback.restore(source)
             log.warning("step %d: restored the state after step %d", step, restored.step)
         else:
             log.warning("step %d: repeated from the state before it", step)
         if why := self._reason_to_stop():
             rollback.save()
-            return StepDecision(checkpoint=True, stop=True, why=why)
+            return StepDecision(checkpoint=True, stop=True, reason=why)
         return None
 
     def _report(self, error: SilentFaultError) -> None:

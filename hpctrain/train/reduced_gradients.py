@@ -27,20 +27,20 @@ class ReducedGradients:
 
     def __init__(self, synchronizer: GradientSynchronizer, rank: int) -> None:
         self._rank = rank
-        self._prints: dict[Bucket, Tensor] = {}
-        self._same: list[tuple[Bucket, Tensor]] = []
-        synchronizer.after_reduction, synchronizer.before_accumulation = self._take, self._compare
+        self._recorded: dict[Bucket, Tensor] = {}
+        self._comparisons: list[tuple[Bucket, Tensor]] = []
+        synchronizer.after_reduction, synchronizer.before_accumulation = self._record, self._compare
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the fingerprints, because the step is skipped."""
-        self._prints.clear()
-        self._same.clear()
+        self._recorded.clear()
+        self._comparisons.clear()
 
-    def changed(self) -> Iterator[DetectedFault]:
+    def find_changes(self) -> Iterator[DetectedFault]:
         """Yield a fault for each parameter whose sums have changed. Afterwards they may change. Local."""
-        for bucket in list(self._prints):
+        for bucket in list(self._recorded):
             self._compare(bucket)
-        compared, self._same = self._same, []
+        compared, self._comparisons = self._comparisons, []
         for bucket, same in compared:
             for segment, is_same in zip(bucket.segments, same.tolist(), strict=True):
                 if not is_same:
@@ -48,15 +48,15 @@ class ReducedGradients:
                     what = "changed between the reduction and the update"
                     yield DetectedFault("memory", name, "synchronize", (self._rank,), what)
 
-    def _take(self, bucket: Bucket) -> None:
-        self._prints[bucket] = _of(bucket)
+    def _record(self, bucket: Bucket) -> None:
+        self._recorded[bucket] = _fingerprints(bucket)
 
     def _compare(self, bucket: Bucket) -> None:
-        before = self._prints.pop(bucket, None)
+        before = self._recorded.pop(bucket, None)
         if before is not None:
-            self._same.append((bucket, _of(bucket) == before))
+            self._comparisons.append((bucket, _fingerprints(bucket) == before))
 
 
-def _of(bucket: Bucket) -> Tensor:
+def _fingerprints(bucket: Bucket) -> Tensor:
     """Return the fingerprint of each parameter's owned gradients."""
     return torch.stack([word_sum(values) for _, values, _ in bucket.owned_segments(bucket.owned_gradients)])

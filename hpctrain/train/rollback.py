@@ -47,7 +47,7 @@ class Rollback:
         vars(state).update(vars(restored))
         checkpoints.snapshots.discard_after(restored.step)
         if self.trainer.guard is not None:
-            self.trainer.guard.forget()
+            self.trainer.guard.discard_fingerprints()
         self.reporter.record_rollback(restored.step)
         return restored
 

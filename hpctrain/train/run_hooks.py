@@ -223,9 +223,9 @@ class StepReport(Hook):
         if decision.stop:
             step = f"after step {self.state.step} of {run.steps}"
             reporter.say(
-                [f"stopped {step}: {decision.why}; resume with `{resume_command(self.folder, newest)}`"]
+                [f"stopped {step}: {decision.reason}; resume with `{resume_command(self.folder, newest)}`"]
             )
-        elif decision.early:
+        elif decision.ends_early:
             step = f"after step {self.state.step} of {run.steps}"
-            reporter.say([f"ended {step}: {decision.why}; continue with a higher run.patience, or 0"])
-        reporter.record_end(newest, decision.why, decision.early)
+            reporter.say([f"ended {step}: {decision.reason}; continue with a higher run.patience, or 0"])
+        reporter.record_end(newest, decision.reason, decision.ends_early)

@@ -113,7 +113,7 @@ class StepGuard(ABC):
     """Checks of steps and of the state of a run for silent faults."""
 
     @abstractmethod
-    def require_sound(self, totals: Sequence[float]) -> None:
+    def check_step(self, totals: Sequence[float]) -> None:
         """Check what this step has done so far, before its update. Collective.
 
         Args:
@@ -124,7 +124,7 @@ class StepGuard(ABC):
         """
 
     @abstractmethod
-    def require_rest(self) -> None:
+    def check_state(self) -> None:
         """Check the state before it is kept or written. Collective.
 
         Raises:
@@ -132,7 +132,7 @@ class StepGuard(ABC):
         """
 
     @abstractmethod
-    def forget(self) -> None:
+    def discard_fingerprints(self) -> None:
         """Discard all fingerprints, because something other than a step has changed the state."""
 
 
@@ -195,7 +195,7 @@ class Step:
         squares[self.replica] = local_square_norm(stage.buckets)
         metrics, totals = self.agree(torch.cat((sums, squares)), read)
         if self.guard is not None:
-            self.guard.require_sound(totals)
+            self.guard.check_step(totals)
         # Rounding to fp32 hides that other layouts add the squares in another order.
         roots = [
             float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-self.replicas :]

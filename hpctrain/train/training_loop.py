@@ -195,17 +195,17 @@ class Loop:
     def run(self, control: Control) -> StepDecision:
         """Make all steps. Return the last decision, which says whether and why the run stops. Collective."""
         while self.trainer.state.step < self.steps:
-            if why := self.checkpoints.best.reason_to_stop:
+            if reason := self.checkpoints.best.reason_to_stop:
                 self.save_unless_saved()
-                control.forget()
-                return StepDecision(why=why, early=True)
+                control.remove_requests()
+                return StepDecision(reason=reason, ends_early=True)
             try:
                 decision = self.advance(control)
             except SilentFaultError as error:
                 decision = self.fault_recovery.recover(error)
             if decision is not None:
                 return decision
-        control.forget()
+        control.remove_requests()
         return StepDecision()
 
     def advance(self, control: Control) -> StepDecision | None:
@@ -217,7 +217,7 @@ class Loop:
         if decision.measure:
             self.peak.measure_again()
         if decision.checkpoint:
-            self.reporter.log.info("checkpoint requested: %s", decision.why)
+            self.reporter.log.info("checkpoint requested: %s", decision.reason)
             self._unfinished_request = decision  # kept if a fault interrupts the save
             self.save_unless_saved()
             self._unfinished_request = None
@@ -230,7 +230,7 @@ class Loop:
             self.spike_response.roll_back()
         elif self.spike_response.reason_to_stop:
             self.save()
-            return StepDecision(checkpoint=True, stop=True, why=self.spike_response.reason_to_stop)
+            return StepDecision(checkpoint=True, stop=True, reason=self.spike_response.reason_to_stop)
         elif reason := reason_to_stop(self.deck, state):
             self.end_without_updates(reason)
         elif self.checkpoints.due(state.step):
@@ -274,7 +274,7 @@ class Loop:
     def _check_state(self) -> None:
         """Check the state for silent faults before it is copied or written. Collective."""
         if self.trainer.guard is not None:
-            self.trainer.guard.require_rest()
+            self.trainer.guard.check_state()
 
     def save_unless_saved(self) -> None:
         """Write a checkpoint of the present state, if there is none. Collective."""

@@ -136,7 +136,9 @@ KEPT: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_changes_no_bit(world: World, run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of figures, or of the policy or its critic in a checkpoint; and a run goes on from it with the same."""
-    monkeypatch.setattr(corruption, "REPEATED", 1)  # also in the first step of a run that goes on
+    monkeypatch.setattr(
+        corruption, "COMPARISONS_PER_REPETITION", 1
+    )  # also in the first step of a run that goes on
     other = run.parent / name
     keys = (*KEPT[name], f"run.dir={other}")
     assert run_deck(world, run.parent / "deck.toml", (*LONG, *keys), trainer_factory=make_trainer) == 0

@@ -108,7 +108,7 @@ def main() -> int:
     with pytest.MonkeyPatch.context() as patch:
         # No two tensors are alike at the start; what neighbours compute, too, is looked at more often.
         patch.setattr(planned, "assemble", partial(planned.assemble, noise_std=NOISE_STD))
-        patch.setattr(corruption, "REPEATED", 2)
+        patch.setattr(corruption, "COMPARISONS_PER_REPETITION", 2)
         for layout, own in LAYOUTS.items():
             for form in FORMATS:
                 if given.only in f"{layout}-{form}":

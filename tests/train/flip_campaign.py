@@ -102,7 +102,7 @@ class End:
             values.copy_(clean)
         loop.trainer.world.communicator.barrier()
         loop.checkpoints.snapshots.discard_after(-1)
-        loop.trainer.guard.forget()
+        loop.trainer.guard.discard_fingerprints()
 
 
 class Comparison(Hook):

@@ -62,7 +62,7 @@ class Flip:
         self.met = True
         places = self.places(trainer)
         name, values = places[self.place % len(places)]
-        watched = {piece.name for piece in trainer.guard.resting.pieces}  # type: ignore[attr-defined]
+        watched = {piece.name for piece in trainer.guard.update_only.pieces}  # type: ignore[attr-defined]
         if self.places is states and name not in watched and self.moment != "between":
             return  # what the step itself changes, and may have by now
         self.done = name

@@ -1,6 +1,6 @@
 """Silent faults in memory: each is found and located, and healed so that nothing is left of it.
 
-Tests of train/corruption.py, train/fault_recovery.py, train/rollback.py, train/resting_state.py,
+Tests of train/corruption.py, train/fault_recovery.py, train/rollback.py, train/update_only_state.py,
 audit/bits.py, train/counters.py and deck/sections/stability.py.
 """
 
@@ -151,16 +151,16 @@ def test_every_bit_of_what_rests_is_found(world: World, mpi_tmp_path: Path) -> N
     run = open_run(world, deck)
     run.trainer.train_step()
     guard, draw = run.trainer.guard, random.Random(world.rank)
-    resting = guard.resting  # type: ignore[attr-defined]
+    update_only = guard.update_only  # type: ignore[attr-defined]
     for _ in range(500):
-        piece = draw.choice([each for each in resting.pieces if each.values.numel()])
+        piece = draw.choice([each for each in update_only.pieces if each.values.numel()])
         element, bit = draw.randrange(piece.values.numel()), draw.randrange(8 * piece.values.element_size())
         flip(piece.values, element, bit)
-        assert resting.changed() == [
+        assert update_only.find_changes() == [
             DetectedFault("memory", piece.name, "other", (world.rank,), "changed in memory between steps")
         ]
         flip(piece.values, element, bit)
-        assert resting.changed() == []
+        assert update_only.find_changes() == []
     world.everyone.barrier()
     run.trainer.engine.close()
 
@@ -449,7 +449,7 @@ def test_an_order_that_comes_wrong_at_one_rank_parts_nobody(
         (mpi_tmp_path / STOP_FILE).touch()
     control._last_check = -np.inf
     order = control.agree()
-    assert order.stop and order.checkpoint and "stop exists" in order.why
+    assert order.stop and order.checkpoint and "stop exists" in order.reason
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -521,7 +521,7 @@ def test_a_full_look_changes_nothing_and_heals_what_arrives_wrong(
 ) -> None:
     """A bit of what comes to rank 1 in its so manieth call, wherever in a step that is."""
     deck, keys = make_deck(world, mpi_tmp_path), keys_of(layout)
-    monkeypatch.setattr(corruption, "REPEATED", 1)
+    monkeypatch.setattr(corruption, "COMPARISONS_PER_REPETITION", 1)
     full = ("stability.corruption=full", *CHEAP[1:])
     train(world, deck, "clean", *keys)
     train(world, deck, "watched", *keys, *full)

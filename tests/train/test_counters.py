@@ -41,7 +41,7 @@ def test_what_changed_is_told_and_restore_changed(engine: Engine, name: str) -> 
     engine.stage.optimizer.updates, engine.control.loss_scale.good_steps = 6, 3
     counters = Counters(engine, state)
     assert counters.restore_changed() == [] and counters.step == 0  # nothing is known yet
-    assert counters.take() == [] and counters.step == 8
+    assert counters.record() == [] and counters.step == 8
     before = values(engine, state)
     assert before["loss_scale"] == 65536.0 and len({*map(str, before.values())}) == len(ALL)
     home, own = place(engine, state, name)
@@ -56,9 +56,9 @@ def test_a_step_that_is_counted_wrong_is_counted_right(engine: Engine) -> None:
     state = TrainState()
     counters = Counters(engine, state)
     state.step = 1
-    assert counters.take() == []
+    assert counters.record() == []
     state.step, state.samples = 2 + 64, 16
-    (fault,) = counters.take()
+    (fault,) = counters.record()
     assert fault.name == "step"
     assert asdict(state) == {"step": 2, "samples": 16, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
     assert counters.step == 3 and counters.restore_changed() == []
@@ -68,7 +68,7 @@ def test_what_something_else_changes_is_no_fault(engine: Engine) -> None:
     """As where a run goes back to an earlier step."""
     state = TrainState(step=5)
     counters = Counters(engine, state)
-    counters.take()
-    counters.forget()
+    counters.record()
+    counters.discard()
     state.step = 2
-    assert counters.restore_changed() == [] and counters.take() == [] and counters.step == 3
+    assert counters.restore_changed() == [] and counters.record() == [] and counters.step == 3

@@ -42,15 +42,15 @@ class WatchedTensor:
         name: What it is, and of which parameter.
         values: The tensor.
         holders: Groups whose ranks have the same values.
-        ends: Pipeline whose first and last stage have the same values, if any.
-        cut: Group whose ranks hold one slice each of what is compared between `ends`, if any.
+        tied_pipeline: Pipeline whose first and last stage have the same values, if any.
+        slice_group: Group whose ranks hold one slice each of what is compared between these stages, if any.
     """
 
     name: str
     values: Tensor
     holders: tuple[Group, ...] = ()
-    ends: Group | None = None
-    cut: Group | None = None
+    tied_pipeline: Group | None = None
+    slice_group: Group | None = None
 
 
 class WatchedMemory:
@@ -65,31 +65,31 @@ class WatchedMemory:
         self.pieces, self._rank = list(pieces), rank
         self._prints: Tensor | None = None
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the fingerprints, because the tensors are changed on purpose."""
         self._prints = None
 
-    def take(self) -> None:
+    def record(self) -> None:
         """Compute and store the fingerprints. Afterwards the tensors must not change."""
-        self._prints = self._now()
+        self._prints = self._current()
 
-    def changed(self) -> list[DetectedFault]:
-        """Return a fault for each tensor that has changed since `take`. Local."""
+    def find_changes(self) -> list[DetectedFault]:
+        """Return a fault for each tensor that has changed since `record`. Local."""
         if self._prints is None:
             return []
-        same = (self._now() == self._prints).tolist()
+        same = (self._current() == self._prints).tolist()
         return [
             DetectedFault("memory", piece.name, "other", (self._rank,), "changed in memory between steps")
             for piece, is_same in zip(self.pieces, same, strict=True)
             if not is_same
         ]
 
-    def _now(self) -> Tensor:
+    def _current(self) -> Tensor:
         none = torch.zeros(0, dtype=torch.int64)
         return torch.stack([word_sum(piece.values) for piece in self.pieces]) if self.pieces else none
 
 
-class RestingState(WatchedMemory):
+class UpdateOnlyState(WatchedMemory):
     """Fingerprints of the tensors of this rank that only the update changes.
 
     Args:
@@ -99,12 +99,12 @@ class RestingState(WatchedMemory):
 
     def __init__(self, buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> None:
         group = buckets[0].sharding.group
-        super().__init__(_resting(buckets, state), group.ranks[group.rank])
+        super().__init__(_update_only_tensors(buckets, state), group.ranks[group.rank])
         groups = {group: None for piece in self.pieces for group in piece.holders}
         # Sort, so that the ranks of all groups compare them in the same order.
         self._groups = sorted(groups, key=lambda group: (group.name, group.ranks))
 
-    def differing(self) -> list[DetectedFault]:
+    def find_replica_differences(self) -> list[DetectedFault]:
         """Return a fault for each tensor that differs between ranks, by the last fingerprints. Collective."""
         if self._prints is None:
             return []
@@ -117,7 +117,7 @@ class RestingState(WatchedMemory):
             digests = group.all_gather(torch.tensor([digest], device=group.device)).tolist()
             if len(set(digests)) > 1:
                 faults += list(_minority_faults(group, group.all_gather_object(fingerprints)))
-        return [*faults, *self._differing_ends(numbers)]
+        return [*faults, *self._tied_differences(numbers)]
 
     @cached_property
     def _places(self) -> list[_Place]:
@@ -132,20 +132,20 @@ class RestingState(WatchedMemory):
             counts[piece.name] += 1
         return places
 
-    def _differing_ends(self, numbers: Mapping[_Place, int]) -> Iterator[DetectedFault]:
-        """Yield the tied tensors that differ between the two ends of a pipeline.
+    def _tied_differences(self, numbers: Mapping[_Place, int]) -> Iterator[DetectedFault]:
+        """Yield the tied tensors that differ between the first and the last stage of a pipeline.
 
-        Their slices have different boundaries on the two ends.
+        Their slices have different boundaries on the two stages.
         """
         with_place = zip(self._places, self.pieces, strict=True)
-        tied = sorted((place, piece) for place, piece in with_place if piece.ends is not None)
+        tied = sorted((place, piece) for place, piece in with_place if piece.tied_pipeline is not None)
         for place, piece in tied:
             total = torch.tensor([numbers[place]], device=piece.values.device)
-            if piece.cut is not None:
-                piece.cut.all_reduce(total)
-            assert piece.ends is not None
-            if (int(total) - int(exchange_with_other_end(piece.ends, total))) % WORD_MODULUS:
-                both = piece.ends.ranks[0], piece.ends.ranks[-1]
+            if piece.slice_group is not None:
+                piece.slice_group.all_reduce(total)
+            assert piece.tied_pipeline is not None
+            if (int(total) - int(exchange_with_other_end(piece.tied_pipeline, total))) % WORD_MODULUS:
+                both = piece.tied_pipeline.ranks[0], piece.tied_pipeline.ranks[-1]
                 yield DetectedFault(
                     "copies",
                     piece.name,
@@ -176,7 +176,7 @@ def _minority_faults(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Ite
         yield DetectedFault("copies", name, "step", ranks, f"differs between ranks of {group.name}")
 
 
-def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterator[WatchedTensor]:
+def _update_only_tensors(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterator[WatchedTensor]:
     """Yield each tensor once.
 
     With ZeRO-1 and 2, other ranks have updated parts of the parameters, so all parameters of a bucket are
@@ -191,11 +191,11 @@ def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterato
         assert values is not None
         for segment in bucket.segments:
             part = values[segment.start : segment.start + segment.length]
-            groups = _together(
+            groups = _distinct_groups(
                 (bucket.sharding.group, *_groups_with_same_slice(bucket, segment, bucket.sharding.diverging))
             )
-            ends = segment.replication.tied_pipeline if part.dtype == torch.float32 else None
-            yield WatchedTensor(f"{MODEL}/{segment.parameter.shard.name}", part, groups, ends)
+            tied_pipeline = segment.replication.tied_pipeline if part.dtype == torch.float32 else None
+            yield WatchedTensor(f"{MODEL}/{segment.parameter.shard.name}", part, groups, tied_pipeline)
     segments = {
         segment.parameter.shard.name: (bucket, segment) for bucket in buckets for segment in bucket.segments
     }
@@ -210,18 +210,24 @@ def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterato
         name = f"{tensor.kind}/{tensor.shard.name}"
         has_bucket_layout = tensor.kind in {MODEL, MASTER} or tensor.kind.startswith((OPTIMIZER, OUTER))
         if of_bucket is None or not has_bucket_layout:
-            yield WatchedTensor(name, tensor_values, _together(tensor.holders))
+            yield WatchedTensor(name, tensor_values, _distinct_groups(tensor.holders))
             continue
         bucket, segment = of_bucket
-        group, is_cut = bucket.sharding.group, bucket.sharding.zero > 0
+        group, is_sliced = bucket.sharding.group, bucket.sharding.zero > 0
         other_groups = _groups_with_same_slice(bucket, segment, tensor.per_replica)
-        groups = _together((*(() if is_cut else (group,)), *other_groups))
-        ends = (
+        groups = _distinct_groups((*(() if is_sliced else (group,)), *other_groups))
+        tied_pipeline = (
             segment.replication.tied_pipeline
             if tensor.is_weight and tensor_values.dtype == torch.float32
             else None
         )
-        yield WatchedTensor(name, tensor_values, groups, ends, group if ends is not None and is_cut else None)
+        yield WatchedTensor(
+            name,
+            tensor_values,
+            groups,
+            tied_pipeline,
+            group if tied_pipeline is not None and is_sliced else None,
+        )
 
 
 def _changes(tensor: StateTensor) -> bool:
@@ -236,5 +242,6 @@ def _groups_with_same_slice(bucket: Bucket, segment: BucketSegment, per_replica:
     return (segment.replication.holders, *replicas)
 
 
-def _together(groups: Iterable[Group]) -> tuple[Group, ...]:
+def _distinct_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """Return the groups of several ranks, each once."""
     return tuple(dict.fromkeys(group for group in groups if group.size > 1))
