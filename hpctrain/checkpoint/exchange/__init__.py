@@ -13,7 +13,7 @@ tensor in memory at a time. An imported model is exported again bit for bit.
 - `prediction_modules` reads and writes modules of multi-token prediction.
 - `merge` and `peft` export adapters, `upcycle` initializes a mixture of experts from a dense model, and
   `by_name` reads the weights of a user's module.
-- `size_causes` finds the key of a config.json that contradicts the tensors, for messages.
+- `size_causes` finds the keys of a config.json that contradict the tensors, for messages.
 
 Models of `transformers` that hpctrain does not implement are trained by their own modules and have their own
 names. `module_source` derives their keys of a deck, `module_tensors` and `assembled_tensor` find the elements

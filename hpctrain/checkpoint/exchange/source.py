@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     read_json,
     refuse_pickle,
 )
-from hpctrain.checkpoint.exchange.size_causes import likely_cause, size_text
+from hpctrain.checkpoint.exchange.size_causes import Differences, layer_number, likely_cause, size_text
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer, tokenizer_of_folder
 from hpctrain.checkpoint.exchange.upcycle import dense_entries
 from hpctrain.checkpoint.finite import require_finite
@@ -333,15 +333,22 @@ def open_model(path: Path) -> ModelFolder:
     architecture = architecture_of(config, str(path / CONFIG))
     folder = dequantized(open_folder(path), config, architecture.files.quantization)
     shape, shapes, tensors = _described_model(config, folder)
-    problems = list(_differences(folder, tensors, shape, architecture))
-    if problems:
+    differences = _differences(folder, tensors, shape, architecture)
+    if differences:
 
-        def fits(changed: Config) -> bool:
-            other_shape, _, other_tensors = _described_model(changed, folder)
-            return not any(_differences(folder, other_tensors, other_shape, architecture))
+        @cache
+        def first_layers(layers: int | None) -> TensorFolder:
+            names = (name for name in folder.tensors if layers is None or layer_number(name) < layers)
+            return TensorFolder(path, {name: folder.tensors[name] for name in names})
 
-        cause = likely_cause(config, architecture, shape, tensors, folder.tensors, fits)
-        raise first_difference([problems[0] + cause, *problems[1:]])
+        def compare(changed: Config, layers: int | None) -> Differences:
+            other_shape, _, other_tensors = _described_model(changed, folder, layers)
+            return _differences(first_layers(layers), other_tensors, other_shape, architecture)
+
+        names = [each.name for each in tensors], folder.tensors
+        first, cause = likely_cause(config, architecture, shape, names, compare)
+        problem = _problem(folder, first, differences.pop(first)) + cause
+        raise first_difference([problem, *(_problem(folder, *each) for each in differences.items())])
     parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
     for each in tensors:
         for part in each.parts:
@@ -351,13 +358,14 @@ def open_model(path: Path) -> ModelFolder:
 
 
 def _described_model(
-    config: Config, folder: TensorFolder
+    config: Config, folder: TensorFolder, layers: int | None = None
 ) -> tuple[ModelShape, dict[str, Index], list[Counterpart]]:
     """Return the shape of the model of a config.json, the shapes of its tensors, and their names in files.
 
     Args:
         config: Content of the config.json.
         folder: Its folder, whose tensors may have names without a prefix.
+        layers: Largest number of layers of the shapes and the names; None for all layers.
 
     Raises:
         HpctrainError: The config.json is invalid, or describes more layers or experts than there are tensors.
@@ -365,17 +373,21 @@ def _described_model(
     where, count = folder.path / CONFIG, len(folder.tensors)
     architecture = architecture_of(config, str(where))
     shape = shape_of(config, str(where))
-    shape = with_stored_modules(shape, config, architecture, folder.tensors, str(where))
+    if layers is None:
+        shape = with_stored_modules(shape, config, architecture, folder.tensors, str(where))
+    size = size_text(architecture.files.config_sizes["layers"][0], shape.layers, config)
+    files = f"the files hold {counted(count, 'tensor')}"
     if shape.layers > count:
-        size = size_text(architecture.files.config_sizes["layers"][0], shape.layers, config)
-        files = f"the files hold {counted(count, 'tensor')}"
         raise HpctrainError(f"{where}: {size}: describes more layers than there are, since {files}")
-    mixtures = len(shape.mixture_blocks)
+    mixture, blocks = architecture.files.mixture, len(shape.mixture_blocks)
     has_tensor_per_expert = any(isinstance(rule, StackRule) for rule in architecture.rules)
     experts = 0 if shape.experts is None else shape.experts.count
-    if has_tensor_per_expert and experts * mixtures > count:
-        layers = f"{counted(experts, 'expert')} in each of {counted(mixtures, 'layer')}"
-        raise HpctrainError(f"{where}: describes {layers}, but the files hold {counted(count, 'tensor')}")
+    if mixture is not None and has_tensor_per_expert and experts * blocks > count:
+        size = f"{size}, {size_text(mixture.sizes['count'][0], experts, config)}"
+        text = f"{counted(experts, 'expert')} in each of {counted(blocks, 'layer')}"
+        raise HpctrainError(f"{where}: {size}: describes {text}, but {files}")
+    if layers is not None:
+        shape = replace(shape, layers=min(shape.layers, layers))
     shapes = tensor_shapes(shape)
     tensors = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     prefix = architecture.files.prefix
@@ -513,23 +525,35 @@ def _differences(
     tensors: Sequence[Counterpart],
     shape: ModelShape,
     architecture: HuggingFaceArchitecture,
-) -> Iterator[str]:
-    """Yield messages about tensors that only the model of config.json or only the folder has."""
+) -> Differences:
+    """Return the tensors that only the model of a config.json or only its folder has."""
+    differences: Differences = {}
     expected = {each.name: each.shape for each in tensors}
     for name, size in expected.items():
         tensor = folder.tensors.get(name)
-        if tensor is None:
-            yield f"{folder.path}: {name}: not in these files, expected with shape {list(size)} by {CONFIG}"
-        elif tensor.shape != size:
-            shapes = f"has shape {list(tensor.shape)}, expected {list(size)} by {CONFIG}"
-            yield f"{folder.path / tensor.file}: {name}: {shapes}"
-        elif tensor.kind not in TYPES:
-            yield f"{folder.path / tensor.file}: {name}: has type {tensor.kind}, expected {either(TYPES)}"
+        if tensor is None or tensor.shape != size or tensor.kind not in TYPES:
+            differences[name] = size, None if tensor is None else tensor.shape
     for name, tensor in folder.tensors.items():
         ignored = re.fullmatch(architecture.files.buffers, name) or (shape.tied and name == HEAD)
         ignored = ignored or 0 in tensor.shape  # such as matrices of 0 shared experts
         if name not in expected and not ignored and not is_copy(name, shape):
-            yield f"{folder.path / tensor.file}: {name}: in this file, but not in the model of {CONFIG}"
+            differences[name] = None, tensor.shape
+    return differences
+
+
+def _problem(folder: TensorFolder, name: str, shapes: tuple[Index | None, Index | None]) -> str:
+    """Return the message about a tensor with different shapes in the model and in the folder."""
+    expected, stored = shapes
+    if stored is None:
+        size = list(expected or ())
+        return f"{folder.path}: {name}: not in these files, expected with shape {size} by {CONFIG}"
+    tensor = folder.tensors[name]
+    problem = f"has type {tensor.kind}, expected {either(TYPES)}"
+    if expected is None:
+        problem = f"in this file, but not in the model of {CONFIG}"
+    elif expected != stored:
+        problem = f"has shape {list(stored)}, expected {list(expected)} by {CONFIG}"
+    return f"{folder.path / tensor.file}: {name}: {problem}"
 
 
 def _with_source_rows(entry: TensorRange, shape: ModelShape) -> TensorRange:

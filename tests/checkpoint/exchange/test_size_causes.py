@@ -1,4 +1,4 @@
-"""The key of a config.json that a message names where it contradicts the tensors of a mixture."""
+"""The keys of a config.json that a message names where they contradict the tensors of a folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.checkpoint.exchange import size_causes
 from hpctrain.checkpoint.exchange.convert import import_model
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -46,7 +47,21 @@ def test_the_key_of_a_wrong_size_is_named(
         ("llama", "attention_bias", False, ", where attention_bias = False"),
         ("llama", "mlp_bias", True, ", where mlp_bias = True"),
         ("llama", "head_dim", 16, ", where head_dim = 16 (10 would fit)"),
-        ("olmo", "num_attention_heads", 2, ", where num_key_value_heads = 2 and num_attention_heads = 2"),
+        ("llama", "head_dim", None, ", where head_dim is missing and 6 by default (10 would fit)"),
+        (
+            "llama",
+            "attention_bias",
+            None,
+            ", where attention_bias is missing and False by default (True would",
+        ),
+        ("olmo", "num_attention_heads", 2, ", where num_attention_heads = 2 (6 would fit)"),
+        (
+            "olmo",
+            "num_attention_heads",
+            18,
+            ", where num_attention_heads = 18 (6 would fit) or num_key_value",
+        ),
+        ("llama-qwen3-moe", "num_local_experts", 8, ", where num_local_experts = 8, but the files have 4"),
         ("gpt-oss", "num_attention_heads", 12, ".sinks: has shape [6], expected [12] by config.json, where"),
         (
             "phi3",
@@ -58,7 +73,7 @@ def test_the_key_of_a_wrong_size_is_named(
             "phi3",
             "num_attention_heads",
             2,
-            ", where num_key_value_heads = 2 and num_attention_heads = 2",
+            ", where num_attention_heads = 2 (6 would fit)",
         ),
         ("gemma", "tie_word_embeddings", False, ", where tie_word_embeddings = False"),
         ("olmo-tied", "tie_word_embeddings", None, ", where tie_word_embeddings is missing and False by"),
@@ -75,8 +90,22 @@ def test_the_key_of_a_wrong_size_is_named(
         ("llama-qwen2-moe", "mlp_only_layers", [0], ", where mlp_only_layers = [0] ([] would fit)"),
         ("deepseek-v2", "first_k_dense_replace", 0, ", where first_k_dense_replace = 0 (1 would fit)"),
         ("deepseek-v2", "n_shared_experts", 3, ", where n_shared_experts = 3 (2 would fit)"),
+        (
+            "deepseek-v3",
+            "n_shared_experts",
+            None,
+            ", where n_shared_experts is missing and 1 by default (2 w",
+        ),
+        ("deepseek-v2", "first_k_dense_replace", None, ", where first_k_dense_replace is missing and 0 by"),
+        (
+            "deepseek-v2",
+            "num_hidden_layers",
+            None,
+            ": num_hidden_layers is missing and 32 by default, n_rout",
+        ),
         ("deepseek-v2", "v_head_dim", 4, ", where v_head_dim = 4 (5 would fit)"),
         ("deepseek-v2", "qk_nope_head_dim", 16, ", where qk_nope_head_dim = 16 (8 would fit)"),
+        ("deepseek-v2-lite", "q_lora_rank", 7, ", where q_lora_rank = 7 (None would fit)"),
         ("deepseek-v2", "q_lora_rank", 7, ", where q_lora_rank = 7 (14 would fit)"),
     ],
 )
@@ -92,15 +121,40 @@ def test_the_key_that_switches_tensors_on_is_named(
     assert cause in caught.value.problems[0]
 
 
-@pytest.mark.parametrize("change", [lambda each: each.to(torch.int8), torch.flatten])
-def test_no_key_is_blamed_for_a_type_or_a_number_of_dims(
+def test_the_search_tries_the_first_layer_of_many(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_causes, "_LARGEST_SEARCH", 6000)  # 12 times the tensors of all layers
+    reference("llama", num_hidden_layers=30).save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": 14}))
+    with pytest.raises(HpctrainError, match=r"head_dim = 14 \(10 would fit\)"):
+        import_model(world, tmp_path / "model", tmp_path / "model.h5")
+
+
+def test_two_wrong_keys_are_named_together(world: World, tmp_path: Path) -> None:
+    reference("llama").save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": None, "vocab_size": 70}))
+    with pytest.raises(HpctrainError) as caught:
+        import_model(world, tmp_path / "model", tmp_path / "model.h5")
+    assert "vocab_size = 70 (61 would fit)" in caught.value.problems[0]
+    assert " and " in caught.value.problems[0].partition(", where ")[2]
+    assert "head_dim is null and 6 by default (10 would fit)" in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda each: each.to(torch.int8), torch.flatten, lambda each: each[:-1], lambda each: each.t()]
+)
+def test_no_key_is_blamed_for_a_damaged_tensor(
     change: Callable[[torch.Tensor], torch.Tensor], world: World, tmp_path: Path
 ) -> None:
     reference("llama").save_pretrained(tmp_path / "model")
     tensors = tensors_of(tmp_path / "model")
-    tensors["model.embed_tokens.weight"] = change(tensors["model.embed_tokens.weight"])
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, tmp_path / "model/model.safetensors")
-    with pytest.raises(HpctrainError, match=r"embed_tokens\.weight: has") as caught:
+    with pytest.raises(HpctrainError, match=r"1\.self_attn\.q_proj\.weight: has") as caught:
         import_model(world, tmp_path / "model", tmp_path / "model.h5")
     assert ", where" not in str(caught.value)
 

@@ -21,6 +21,12 @@ EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
 """Keys of the number of experts with the same meaning. Each version of `transformers` writes one of them."""
 
 
+def written_key(key: str, config: Config) -> str:
+    """Return the name by which a config.json has a key, which differs from others for numbers of experts."""
+    names = EXPERT_COUNT_KEYS if key in EXPERT_COUNT_KEYS else ()
+    return next((name for name in (key, *names) if config.get(name) is not None), key)
+
+
 def deck_value(key: ConfigKey, value: float) -> float:
     """Return the value of a key of [model] for the number of its key in config.json."""
     match key.form:
