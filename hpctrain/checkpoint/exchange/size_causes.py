@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
-from hpctrain.checkpoint.exchange.hugging_face.config_keys import Config, written_key
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import Config, size_text, written_key
 from hpctrain.checkpoint.tensor_ranges import Index
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -32,14 +32,6 @@ Differences = dict[str, tuple[Index | None, Index | None]]
 
 The shape is None where a tensor is missing. Both are equal if only the type is wrong.
 """
-
-
-def size_text(key: str, value: object, config: Config) -> str:
-    """Return a key with its value in words, which say if it is a default that the config.json lacks."""
-    key = written_key(key, config)
-    if key in config and config[key] == value:
-        return f"{key} = {value}"
-    return f"{key} is {'null' if key in config else 'missing'} and {value} by default"
 
 
 def layer_number(tensor: str) -> int:

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.exchange.hugging_face.architectures import (
     HuggingFaceArchitecture,
     architecture_of,
 )
-from hpctrain.checkpoint.exchange.hugging_face.config_keys import Config
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import Config, size_text
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     ROUTER_BIAS,
@@ -48,7 +48,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     read_json,
     refuse_pickle,
 )
-from hpctrain.checkpoint.exchange.size_causes import Differences, layer_number, likely_cause, size_text
+from hpctrain.checkpoint.exchange.size_causes import Differences, layer_number, likely_cause
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer, tokenizer_of_folder
 from hpctrain.checkpoint.exchange.upcycle import dense_entries
 from hpctrain.checkpoint.finite import require_finite

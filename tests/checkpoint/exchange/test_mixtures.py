@@ -268,7 +268,7 @@ def test_a_run_starts_from_a_mixture(
             "mixtral",
             "num_local_experts",
             5,
-            "block_sparse_moe.gate.weight: has shape [4, 32], expected [5, 32]",
+            "where num_local_experts = 5, but the files have 4",
         ),
         ("qwen3-moe", "mlp_only_layers", [0, 1, 2], "mlp_only_layers = [0, 1, 2]: leaves no layer with"),
         ("qwen3-moe", "attention_bias", True, "q_proj.bias: not in these files"),

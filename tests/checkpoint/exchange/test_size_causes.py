@@ -121,6 +121,31 @@ def test_the_key_that_switches_tensors_on_is_named(
     assert cause in caught.value.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "cause"),
+    [
+        ("gpt-oss", "num_hidden_layers", 4, "for each layer, where num_hidden_layers = 4"),
+        ("smollm3", "num_hidden_layers", 4, "for each layer, where num_hidden_layers = 4"),
+        ("phi3-partial", "hidden_size", 96, "it has 3, where hidden_size = 96 and num_attention_heads = 6"),
+        ("glm4", "head_dim", 6, "must give an even number of features, where head_dim = 6"),
+        ("olmo2", "hidden_size", 18, "must result in an even head size, where hidden_size = 18"),
+        ("deepseek-v2", "num_experts_per_tok", 6, "num_experts_per_tok = 6 of n_routed_experts = 6 experts"),
+        ("deepseek-v2", "num_hidden_layers", 1, "leaves no layer with experts, where num_hidden_layers = 1"),
+        ("llama-qwen3-moe", "num_local_experts", 0, ": num_local_experts = 0: must be a whole number"),
+        ("llama-qwen2-moe-listed", "num_hidden_layers", 1, "from 0 to 0, where num_hidden_layers = 1"),
+    ],
+)
+def test_a_size_that_contradicts_another_key_is_named(
+    name: str, key: str, value: object, cause: str, world: World, tmp_path: Path
+) -> None:
+    reference(name).save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(HpctrainError) as caught:
+        import_model(world, tmp_path / "model", tmp_path / "model.h5")
+    assert any(cause in each for each in caught.value.problems), caught.value.problems
+
+
 def test_the_search_tries_the_first_layer_of_many(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,14 @@ def written_key(key: str, config: Config) -> str:
     return next((name for name in (key, *names) if config.get(name) is not None), key)
 
 
+def size_text(key: str, value: object, config: Config) -> str:
+    """Return a key with its value in words, which say if it is a default that the config.json lacks."""
+    key = written_key(key, config)
+    if key in config and config[key] == value:
+        return f"{key} = {value}"
+    return f"{key} is {'null' if key in config else 'missing'} and {value} by default"
+
+
 def deck_value(key: ConfigKey, value: float) -> float:
     """Return the value of a key of [model] for the number of its key in config.json."""
     match key.form:

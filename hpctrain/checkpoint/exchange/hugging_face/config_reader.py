@@ -13,6 +13,8 @@ from hpctrain.checkpoint.exchange.hugging_face.config_keys import (
     SLIDING,
     Config,
     deck_value,
+    size_text,
+    written_key,
 )
 from hpctrain.checkpoint.exchange.hugging_face.rope_parameters import RopeParametersReader, of_layer_type
 from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import yarn_attention_scale
@@ -61,7 +63,7 @@ class _ConfigReader:
         self.files = self.architecture.files
         experts = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key) is not None), None)
         self.config = config if experts is None else {**dict.fromkeys(EXPERT_COUNT_KEYS, experts), **config}
-        self.where = where
+        self.written, self.where = config, where
         self.problems: list[str] = []
         self.invalid_keys: set[str] = set()
 
@@ -183,8 +185,14 @@ class _ConfigReader:
 
     def problem(self, key: str, value: object, message: str) -> None:
         """Add a problem of a key, so that values that depend on it are not checked."""
-        self.problems.append(f"{self.where}: {key} = {value!r}: {message}")
+        self.problems.append(f"{self.where}: {written_key(key, self.written)} = {value!r}: {message}")
         self.invalid_keys.add(key)
+
+    def sizes_text(self, sizes: Mapping[str, Any], *names: str) -> str:
+        """Return the keys of some sizes and their values in words. The names are fields of a ModelShape."""
+        keys = (self.files.config_sizes[name][0] for name in names)
+        texts = (size_text(key, sizes[name], self.written) for key, name in zip(keys, names, strict=True))
+        return " and ".join(texts)
 
     def has_valid_sizes(self, *names: str) -> bool:
         """Return True if the keys of some sizes have no problem. The names are fields of a ModelShape."""
@@ -280,8 +288,12 @@ class _ConfigReader:
         latent: LatentTable | None = sizes.get("latent")
         positions = reader.read(sizes["sequence"], latent.rotary_size if latent else head_size)
         scaling, fraction = positions.scaling, positions.fraction
-        for problem in reader.problems:
-            self.problem(*problem)
+        head = self.sizes_text(sizes, "hidden", "heads")
+        if "head_size" in sizes and latent is None:
+            head = size_text("head_dim", head_size, self.written)
+        for key, value, message in reader.problems:
+            given = f", where {head}" if key.endswith(("short_factor", "long_factor")) else ""
+            self.problem(key, value, message + given)
         if files.local_rope:
             self.refuse_truncate_false(scaling)
         if scaling is not None and files.rope_kinds and scaling.kind not in files.rope_kinds:
@@ -290,7 +302,7 @@ class _ConfigReader:
             self.problem(f"{key}: rope_type", scaling.kind, message)
         rotated = rotated_features(head_size, fraction)
         if fraction < 1 and (rotated % 2 or not rotated):
-            self.problem(files.rope_keys[1], fraction, "must give an even number of features")
+            self.problem(files.rope_keys[1], fraction, f"must give an even number of features, where {head}")
         fields_read = {"rope_base": positions.base, "rope_scaling": scaling, "rotary_fraction": fraction}
         if latent is not None and scaling is not None and positions.mscale_all_dim is not None:
             fields_read["attention_scale"] = yarn_attention_scale(
@@ -367,7 +379,8 @@ class _ConfigReader:
             interval = self.size(*key.default)
             value = [int((layer + 1) % interval != 0) for layer in range(layers)]
         if not isinstance(value, list) or len(value) != layers or not all(each in (0, 1) for each in value):
-            self.problem(key.name, value, f"must have 0 or 1 for each of {layers} layers")
+            count = self.sizes_text({"layers": layers}, "layers")
+            self.problem(key.name, value, f"must have 0 or 1 for each layer, where {count}")
             return ()
         return () if all(value) else shortest_pattern([bool(each) for each in value])
 
@@ -398,7 +411,8 @@ class _ConfigReader:
             or len(kinds) != layers
             or any(kind not in LAYER_TYPES for kind in kinds)
         ):
-            message = f"must have {either(map(repr, LAYER_TYPES))} for each of {layers} layers"
+            count = self.sizes_text({"layers": layers}, "layers")
+            message = f"must have {either(map(repr, LAYER_TYPES))} for each layer, where {count}"
             self.problem("layer_types", kinds, message)
             return ()
         else:
@@ -447,7 +461,8 @@ class _ConfigReader:
         """Return the keys that say which blocks have experts, if `mlp_only_layers` lists dense blocks."""
         numbers = range(layers)
         if not isinstance(dense, list) or not all(type(each) is int and each in numbers for each in dense):
-            expected = f"must be a list of numbers of layers from 0 to {layers - 1}"
+            count = self.sizes_text({"layers": layers}, "layers")
+            expected = f"must be a list of numbers of layers from 0 to {layers - 1}, where {count}"
             self.problem("mlp_only_layers", dense, expected)
             return {}
         mixtures = [(layer + 1) % every == 0 and layer not in dense for layer in range(layers)]
@@ -475,7 +490,11 @@ class _ConfigReader:
         elif self.architecture.rotary and size is not None and size % 2:
             self.problem("head_dim", size, "must be even")
         elif self.architecture.rotary and size is None and hidden // heads % 2:
-            self.problem(names["heads"], heads, "must result in an even head size")
+            self.problem(
+                names["heads"],
+                heads,
+                f"must result in an even head size, where {self.sizes_text(sizes, 'hidden')}",
+            )
         if self.files.mixture is None:
             return
         names = {own: key for own, (key, _) in self.files.mixture.sizes.items()}
@@ -487,13 +506,15 @@ class _ConfigReader:
             self.problem(names["router_groups"], groups, f"must divide {names['count']} = {experts}")
         elif of_groups > groups or of_groups * (experts // groups) < chosen:
             message = (
-                f"must be at most {names['router_groups']} = {groups} and select at least {chosen} experts"
+                f"must be at most {names['router_groups']} = {groups} and select at least "
+                f"{names['per_token']} = {chosen} of {names['count']} = {experts} experts"
             )
             self.problem(names["router_groups_per_token"], of_groups, message)
         every, dense_first = expert_keys.get("every", 1), expert_keys.get("dense_first", 0)
         if not any(has_experts(layer, every, dense_first, ()) for layer in range(sizes["layers"])):
             own = "dense_first" if "dense_first" in names else "every"
-            self.problem(names[own], expert_keys[own], "leaves no layer with experts")
+            count = self.sizes_text(sizes, "layers")
+            self.problem(names[own], expert_keys[own], f"leaves no layer with experts, where {count}")
 
 
 def shortest_pattern(values: Sequence[_Value]) -> tuple[_Value, ...]:
