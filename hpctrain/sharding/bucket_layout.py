@@ -22,7 +22,10 @@ depend on the slice that it belongs to.
 """
 
 ELEMENT_WORK = 64.0
-"""Number of FLOPs that take as long as the update of one element by itself, which only reads and writes."""
+"""Work of an elementwise update of one element, in FLOPs of matrix products that take as long.
+
+Such an update is limited by the bandwidth of the memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class BucketLayout:
         fused, stay adjacent.
 
         Args:
-            layers: Of each layer, its parameters.
+            layers: Parameters of each layer.
             sharding: How the bucket is split among ranks.
             replications: Replications of this rank.
             loads: Work that the ranks already have from earlier buckets; it is updated. None means no work.
@@ -176,7 +179,7 @@ def share_sizes(borders: Sequence[int]) -> list[int] | None:
 def _update_units(segments: Sequence[BucketSegment], length: int, ranks: int) -> list[UpdateUnit]:
     """Return the parts of a bucket that must belong to one rank each: matrices, and runs of other elements.
 
-    The list is empty if all elements are updated one by one: then ranks may be split anywhere.
+    The list is empty if all elements are updated one by one: then the bucket may be split anywhere.
     """
     if all(segment.parameter.update_block is None for segment in segments):
         return []
@@ -219,8 +222,8 @@ def bucket_layouts(
     ZeroShardings are in different buckets.
 
     Args:
-        units: Of each unit, which is the layers that ZeRO-3 gathers together (a block, the embedding), the
-            layers; of each layer, its parameters.
+        units: Parameters of each layer of each unit. A unit is the layers that ZeRO-3 gathers together, such
+            as a block or the embedding.
         replications: Replications of this rank.
         bucket_bytes: Largest size of the fp32 gradients of joined layers.
         separate_frozen: True if parameters that are not trained are in buckets of their own.

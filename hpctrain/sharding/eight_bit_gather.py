@@ -28,6 +28,7 @@ UNIT = 16
 """Alignment in bytes that a GPU requires of matrices in 8-bit products."""
 
 _AT_ONCE_ON_GPU = 16 * AT_ONCE
+"""Number of elements that a GPU casts at a time."""
 
 
 def make_bucket(products: Iterable[QuantizedMatmul], layout: BucketLayout, *arguments: Any) -> Bucket:
@@ -46,7 +47,7 @@ def make_bucket(products: Iterable[QuantizedMatmul], layout: BucketLayout, *argu
 
 
 class _Packed:
-    """Adjacent places of some segments of a bucket in the memory of gathered values.
+    """Some segments of a bucket, packed one after the other in the memory of gathered values.
 
     Args:
         layout: Layout of the bucket.
@@ -96,7 +97,8 @@ class EightBitBucket(Bucket):
         rest = [segment for segment in layout.segments if segment.parameter not in self._numbers]
         self._matrices = _Packed(layout, matrices, [product.weights[0] for product in products])
         self._rest = _Packed(layout, rest)
-        self._prequantized: list[PrequantizedWeights] = []  # of the current gather, without values
+        # Scales and counts of the current gather, without values.
+        self._prequantized: list[PrequantizedWeights] = []
         super().__init__(layout, *arguments)
         self._rest_begins = -(-self._matrices.length // UNIT) * UNIT
         self._bytes = self._rest_begins + self._rest.length * self.dtype.itemsize
@@ -161,7 +163,7 @@ class EightBitBucket(Bucket):
     def _cast(self, owned: Tensor, gathered: Tensor, scales: Sequence[Tensor]) -> None:
         """Write this rank's share of the gathered values, and measure maxima and losses of the cast."""
         (matrices, codes), (rest, rest_values) = self._parts(gathered)
-        watching = self.products[0].layer_context.statistics.detailed_step
+        records_losses = self.products[0].layer_context.statistics.detailed_step
         largest = [torch.zeros(1, device=owned.device) for _ in self.products]
         counts = [torch.zeros(3, dtype=torch.int64, device=gathered.device) for _ in self.products]
         for segment, elements, offset in self.owned_segments(owned):
@@ -176,13 +178,15 @@ class EightBitBucket(Bucket):
             _cast_into(into, elements, scales[number].view(1))
             if self.products[number].recipe.delayed:
                 largest[number] = torch.maximum(largest[number], reducible_maximum(elements.abs().amax()))
-            if watching:
+            if records_losses:
                 quantized = QuantizedTensor(into.view(1, -1), scales[number], ScaleBlocks())
                 counts[number] += count_losses(elements.to(into.device).view(1, -1), quantized)
         for product, most in zip(self.products, largest, strict=True):
             product.record_weight_maximum(most)
         self._prequantized = [
-            PrequantizedWeights(QuantizedTensor(codes[:0], scale, ScaleBlocks()), count if watching else None)
+            PrequantizedWeights(
+                QuantizedTensor(codes[:0], scale, ScaleBlocks()), count if records_losses else None
+            )
             for scale, count in zip(scales, counts, strict=True)
         ]
 

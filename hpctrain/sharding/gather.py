@@ -30,9 +30,9 @@ class Gatherer(ParameterResidency):
     """Gathers a bucket when it is needed and the next one ahead, and frees it after use.
 
     The order in which a step uses its buckets is recorded. The next step of the same kind uses the same
-    order, and knows what to gather ahead; of slices in files, the bucket after that is read ahead, too. A
-    bucket that is needed twice in succession stays gathered in between. Buckets that are not split are always
-    available.
+    order, so it can gather the next bucket ahead. If slices are in files, the bucket after the next one is
+    read ahead, too. A bucket that is needed twice in succession stays gathered in between. Buckets that are
+    not split are always available.
 
     Args:
         buckets: All buckets of this rank.
@@ -46,12 +46,12 @@ class Gatherer(ParameterResidency):
     gathers = True
 
     def __init__(self, buckets: Sequence[Bucket], persistent_parameters: Collection[Parameter] = ()) -> None:
-        cut = [bucket for bucket in buckets if bucket.sharding.zero == 3]
+        split_buckets = [bucket for bucket in buckets if bucket.sharding.zero == 3]
         self.watch: Watch | None = None
-        self._bucket = {s.parameter: bucket for bucket in cut for s in bucket.segments}
+        self._bucket = {s.parameter: bucket for bucket in split_buckets for s in bucket.segments}
         self._persistent_buckets = {self._bucket[p] for p in persistent_parameters if p in self._bucket}
-        self._holds: Counter[Bucket] = Counter()
-        self._coming: dict[Bucket, Work[Tensor]] = {}
+        self._use_counts: Counter[Bucket] = Counter()
+        self._gathers_in_flight: dict[Bucket, Work[Tensor]] = {}
         self._orders: dict[Hashable, list[Bucket]] = {}
         self._known_order: list[Bucket] = []
         self._used_order: list[Bucket] = []
@@ -61,14 +61,14 @@ class Gatherer(ParameterResidency):
     def step(self, kind: Hashable) -> Iterator[None]:
         self._known_order, self._used_order = self._orders.get(kind, []), []
         yield
-        for bucket, work in self._coming.items():
+        for bucket, work in self._gathers_in_flight.items():
             bucket.set_values(work.wait())
         for bucket in self._bucket.values():
             bucket.drop_fetched()
             if bucket.values is not None:
                 bucket.release_values()
-        self._coming.clear()
-        self._holds.clear()
+        self._gathers_in_flight.clear()
+        self._use_counts.clear()
         self._orders[kind] = self._used_order
         self._known_order, self._used_order = [], []
 
@@ -90,7 +90,7 @@ class Gatherer(ParameterResidency):
         recording = torch.is_grad_enabled()
         if recording:
             if not x.requires_grad and any(s.parameter.requires_grad for s in bucket.segments):
-                x = x.detach().requires_grad_()  # so that the backward pass ends at it
+                x = x.detach().requires_grad_()  # so that the backward pass calls `leave`
             x = _InBackward.apply(x, self.leave, bucket)
         self.enter(bucket)
         y = compute(x)
@@ -158,20 +158,20 @@ class Gatherer(ParameterResidency):
     def enter(self, bucket: Bucket) -> None:
         """Gather the bucket if necessary, and start to gather the one that is needed next. Collective."""
         if bucket.values is None:
-            work = self._coming.pop(bucket, None) or bucket.start_gather()
+            work = self._gathers_in_flight.pop(bucket, None) or bucket.start_gather()
             bucket.set_values(work.wait())
-        self._holds[bucket] += 1
+        self._use_counts[bucket] += 1
         self._used_order.append(bucket)
         following, after = self._bucket_after(), self._bucket_after(1)
-        if following is not None and following.values is None and following not in self._coming:
-            self._coming[following] = following.start_gather()
-        if after is not None and after.values is None and after not in self._coming:
+        if following is not None and following.values is None and following not in self._gathers_in_flight:
+            self._gathers_in_flight[following] = following.start_gather()
+        if after is not None and after.values is None and after not in self._gathers_in_flight:
             after.start_fetch()
 
     def leave(self, bucket: Bucket) -> None:
         """Free the bucket, unless it is in use, needed next, or kept until the end of the step. Local."""
-        self._holds[bucket] -= 1
-        if self._holds[bucket] or bucket in self._persistent_buckets:
+        self._use_counts[bucket] -= 1
+        if self._use_counts[bucket] or bucket in self._persistent_buckets:
             return
         if self._bucket_after() is not bucket:
             bucket.release_values()

@@ -61,9 +61,9 @@ class UpdateLoads:
         """Return the number of units of each rank if none exceeds the load `most`; None if units remain."""
         counts, done = [], 0
         for before in self.works:
-            begun, load = done, before
+            first, load = done, before
             while done < len(units) and load + units[done].work <= most:
                 load += units[done].work
                 done += 1
-            counts.append(done - begun)
+            counts.append(done - first)
         return counts if done == len(units) else None

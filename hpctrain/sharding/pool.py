@@ -28,13 +28,13 @@ class BufferPool:
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized flat tensor: the smallest sufficient free buffer, or a new one."""
-        for place, (room, buffer) in enumerate(self._free):
-            if room >= length * dtype.itemsize and buffer.dtype == dtype:
+        for place, (size, buffer) in enumerate(self._free):
+            if size >= length * dtype.itemsize and buffer.dtype == dtype:
                 del self._free[place]
                 return buffer.as_strided((length,), (1,))
-        made = self._empty((_round_up(length),), dtype)
-        self.bytes += made.nbytes
-        return made[:length]
+        buffer = self._empty((_round_up(length),), dtype)
+        self.bytes += buffer.nbytes
+        return buffer[:length]
 
     def give(self, buffer: Tensor) -> None:
         """Return a tensor of `take` to the pool. Nothing may read or write it afterwards."""

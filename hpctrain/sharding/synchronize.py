@@ -61,7 +61,7 @@ class GradientSynchronizer:
         self.before_reduction: Callable[[Bucket], None] = lambda _: None
         self.after_reduction: Callable[[Bucket], None] = lambda _: None
         self.before_accumulation: Callable[[Bucket], None] = lambda _: None
-        self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
+        self._in_order, self._unreduced, self._waiting = in_order, list[Bucket](), set[Bucket]()
         self._synchronize_final = self._synchronize_in_order if in_order else self._synchronize
         self.reducers = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
@@ -103,7 +103,7 @@ class GradientSynchronizer:
             reducer.begin(updates)
             can_repeat = reducer.repeats and not self._tied_segments[bucket]
             bucket.start_step(micro_batches, self._reduce_each_micro_batch and can_repeat)
-        self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
+        self._unreduced = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
 
     def finish(self) -> None:
         """Wait for all reductions, and reduce the gradients of tied embeddings and between replicas.
@@ -160,8 +160,8 @@ class GradientSynchronizer:
     def _synchronize_in_order(self, bucket: Bucket) -> None:
         """Reduce a final bucket after all later ones, and those that wait for it."""
         self._waiting.add(bucket)
-        while self._to_come and self._to_come[-1] in self._waiting:
-            bucket = self._to_come.pop()
+        while self._unreduced and self._unreduced[-1] in self._waiting:
+            bucket = self._unreduced.pop()
             self._waiting.remove(bucket)
             self._synchronize(bucket)
 

@@ -20,7 +20,7 @@ Bytes that a rank sends in a step, for N fp32 parameters on R ranks:
 
 `compressed_reduction` sends codes (`codecs`) to the owner of each block, sums there in the order of ranks,
 and gathers the coded sums. `majority`, `one_bit`, `top_k` and `power` are the other forms. `between` sums
-exactly inside a node, and `warmed` in the first updates.
+exactly inside a node and compresses between nodes; `warmed` sums exactly in the first updates.
 
 A new form is a GradientReduction with a case in `methods` and a table in `deck/sections/communication.py`.
 The plan counts its bytes by running it on groups that only record.

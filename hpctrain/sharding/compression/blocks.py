@@ -138,7 +138,7 @@ class CompressionBlocks:
         return of_blocks, of_flat
 
     def clear_tails(self, blocks: Tensor) -> Tensor:
-        """Zero the elements of flat `blocks` that belong to no parameter, in place, and return it."""
+        """Zero the elements of flat `blocks` that belong to no parameter, in place, and return `blocks`."""
         rows = blocks.view(self.count, BLOCK)
         rows[self._tails] = rows[self._tails].where(self._in_tail, 0)
         return blocks
@@ -204,7 +204,7 @@ class CompressionBlocks:
             shard = piece.segment.parameter.shard
             shard = shard.stacked(replicas.rank * rows + group.size, replicas.size * rows)
             values = blocks[piece.first : piece.first + piece.length]
-            # The ends of a pipeline split tied embeddings at different places, so only one of them writes.
+            # The first and last stages split tied embeddings at different places, so only one of them writes.
             written, copy = replication.stage_copy == 0, (replication.holders.rank, replication.holders.size)
             yield StateTensor(kind, shard, values, piece.offset, copy, written, "as a sum")
 

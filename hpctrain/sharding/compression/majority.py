@@ -30,14 +30,14 @@ class MajorityVote(CompressedReduction):
     def add(self, codes: Sequence[Tensor]) -> Tensor:
         count = codes[0].numel() // (SignCodec.width + SignCodec.scale)
         votes = torch.zeros((count, BLOCK), device=codes[0].device)
-        weighed, together = torch.zeros_like(votes), votes.new_zeros(len(votes))
+        weighted_votes, scale_sums = torch.zeros_like(votes), votes.new_zeros(len(votes))
         for code in codes:
             positive, scales = unpack_signs(code)
             vote = sign_values(positive, scales)
-            together += scales
-            weighed += vote
+            scale_sums += scales
+            weighted_votes += vote
             votes += vote.sign_()
-        return sign_values(torch.where(votes == 0, weighed, votes) >= 0, together).view(-1)
+        return sign_values(torch.where(votes == 0, weighted_votes, votes) >= 0, scale_sums).view(-1)
 
     @override
     def encode_sums(self, sums: Tensor, counts: Tensor) -> Tensor:

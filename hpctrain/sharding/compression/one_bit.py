@@ -21,10 +21,9 @@ class OneBitMomentum(GradientReduction):
     """Exact sums for `warmup` updates, afterwards the momentum of AdamW in place of gradients.
 
     Each rank has a part a of the momentum m, such that the parts of all ranks add up to m. With its own
-    gradients g it computes a = beta a + (1 - beta) g. During the warm-up nothing else happens. Afterwards m
-    is the sum of the coded a of all ranks, with error feedback in both directions and on all ranks also with
-    ZeRO, and a becomes m / ranks: what the codes lose is not lost to the next momentum. On a single rank the
-    sum is a.
+    gradients g it computes a = beta a + (1 - beta) g. During the warm-up nothing else happens. Afterwards the
+    ranks encode a as signs with error feedback, and sum the codes. All ranks receive the encoded sum m, also
+    with ZeRO, and continue with a = m / ranks. On a single rank m is a.
     """
 
     def __init__(self, bucket: Bucket, beta: float, warmup: int) -> None:
@@ -33,25 +32,25 @@ class OneBitMomentum(GradientReduction):
         alone = bucket.sharding.group.size == 1
         self.signs = None if alone else CompressedReduction(bucket, SignCodec(), True, replicate=True)
         self.part = torch.zeros(bucket.length, device=bucket.sharding.group.device)
-        self._warm = True
+        self._warming_up = True
 
     @override
     def begin(self, updates: int) -> None:
-        self._warm = updates < self.warmup
+        self._warming_up = updates < self.warmup
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        if not self._warm and self.signs is not None:
+        if not self._warming_up and self.signs is not None:
             return SequentialWork(self._sum(self.signs, gradients), sums)
         self.part.mul_(self.beta).add_(gradients, alpha=1 - self.beta)
-        if not self._warm:
+        if not self._warming_up:
             gradients.copy_(self.part)
         return self.exact.start(gradients, sums)
 
     @override
     def end_step(self, updated: bool, scale_ratio: float) -> None:
         # The parts of the momentum follow the sums only after an update.
-        if self.signs is not None and not self._warm:
+        if self.signs is not None and not self._warming_up:
             if updated and self.signs.sum_code is not None:
                 self.signs.decode_into(self.part)
                 self.part.div_(self.bucket.sharding.group.size)

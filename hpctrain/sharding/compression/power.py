@@ -185,9 +185,10 @@ class PowerSgd(GradientReduction):
                 batches.setdefault(each.batch_key, []).append(each)
         self.stacks = [MatrixStack(members, feedback, seed, device) for members in batches.values()]
         self._exact = [each for each in trained if not each.factor_columns]
-        # Nonzero only if a checkpoint has residuals of them, for example if it sent them as factors.
-        owed = sum(each.segment.length for each in self._exact) if feedback else 0
-        self._owed = torch.zeros(owed, device=device)
+        # Residuals of parameters that are sent in full: nonzero only after a resume of a run that sent them
+        # as factors.
+        residual_length = sum(each.segment.length for each in self._exact) if feedback else 0
+        self._exact_residual = torch.zeros(residual_length, device=device)
         self._next: list[Tensor] = []
         most, longest = (max((s.factor.shape[d] for s in self.stacks), default=0) for d in (1, 2))
         self.fresh = torch.zeros(most, longest, device=device)
@@ -210,8 +211,8 @@ class PowerSgd(GradientReduction):
         exact = [gradients[each.elements] for each in self._exact]
         left = [torch.bmm(stack.add_to_residuals(gradients), stack.factor.mT) for stack in self.stacks]
         message, parts = self._message([*left, *exact])
-        message[message.numel() - self._owed.numel() :].add_(self._owed)
-        self._owed.zero_()
+        message[message.numel() - self._exact_residual.numel() :].add_(self._exact_residual)
+        self._exact_residual.zero_()
         yield self.group.start_all_reduce(message)
         for gradient, part in zip(exact, parts[len(left) :], strict=True):
             gradient.copy_(part)
@@ -262,6 +263,6 @@ class PowerSgd(GradientReduction):
         for stack in self.stacks:
             if stack.residual is not None:
                 yield from stack.of_members(stack.residual)
-        if self._owed.numel():
+        if self._exact_residual.numel():
             lengths = [each.segment.length for each in self._exact]
-            yield from zip(self._exact, self._owed.split(lengths), strict=True)
+            yield from zip(self._exact, self._exact_residual.split(lengths), strict=True)

@@ -36,7 +36,7 @@ class TopK(GradientReduction):
     def __init__(self, bucket: Bucket, ratio: float, momentum: float, warmup: int) -> None:
         self.bucket, self.group = bucket, bucket.sharding.group
         self.exact, self.momentum, self.warmup = ExactReduction(bucket), momentum, warmup
-        self._warm = True
+        self._warming_up = True
         lengths = (
             (s, s.parameter.shard.elements_of_real_rows) for s in bucket.segments if s.parameter.requires_grad
         )
@@ -48,12 +48,12 @@ class TopK(GradientReduction):
 
     @override
     def begin(self, updates: int) -> None:
-        self._warm = updates < self.warmup
+        self._warming_up = updates < self.warmup
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         added = self.moving.mul_(self.momentum).add_(gradients) if self.momentum else gradients
-        if self._warm:
+        if self._warming_up:
             return self.exact.start(gradients, sums)
         if self.group.size == 1:
             gradients.copy_(added)

@@ -73,9 +73,9 @@ class FragmentSchedule:
             updates: Number of updates of the run so far.
         """
         last = updates - self.delay
-        met = (last - (last - offset) % self.local_steps for offset in self.offsets)
-        together = min(self.warmup, updates)
-        return [updates - (each if each > self.warmup else together) for each in met]
+        last_syncs = (last - (last - offset) % self.local_steps for offset in self.offsets)
+        warmup_end = min(self.warmup, updates)
+        return [updates - (each if each > self.warmup else warmup_end) for each in last_syncs]
 
 
 def fragments_of(

@@ -31,7 +31,7 @@ from hpctrain.sharding.local_steps.outer_format import start_sum
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, UPDATED, StateOptions, StateTensor, owned_state
 
-_SWAPPED = 1 << 20
+_SWAP_ELEMENTS = 1 << 20
 """Number of elements that are exchanged at a time."""
 
 
@@ -97,7 +97,7 @@ class LocalSteps(ReplicaSync):
     @override
     def begin(self, weights: Weights) -> None:
         self._updates = weights.updates
-        self._follow(weights)
+        self._copy_to_outer(weights)
 
     @override
     @property
@@ -142,7 +142,7 @@ class LocalSteps(ReplicaSync):
         """
         self._updates, schedule = weights.updates, self.schedule
         if self._updates <= schedule.warmup:
-            self._follow(weights)
+            self._copy_to_outer(weights)
             return {}
         begin, due = schedule.begin(self._updates), schedule.due(self._updates)
         self._sent_after |= dict.fromkeys(begin, self._updates)
@@ -253,7 +253,7 @@ class LocalSteps(ReplicaSync):
         in_fp32 = gradients.dtype == torch.float32
         return gradients if in_fp32 else torch.empty_like(gradients, dtype=torch.float32)
 
-    def _follow(self, weights: Weights) -> None:
+    def _copy_to_outer(self, weights: Weights) -> None:
         """Copy the weights, which are equal in all replicas, into the outer model."""
         for outer, master in zip(self.outer, weights.masters, strict=True):
             outer.copy_(_read(master, outer))
@@ -262,8 +262,8 @@ class LocalSteps(ReplicaSync):
         """Exchange the outer weights with those of this replica."""
         await_readers(self.buckets)
         for flat, other in zip(weights.masters, self.outer, strict=True):
-            for first in range(0, other.numel(), _SWAPPED):
-                part, outer = flat[first : first + _SWAPPED], other[first : first + _SWAPPED]
+            for first in range(0, other.numel(), _SWAP_ELEMENTS):
+                part, outer = flat[first : first + _SWAP_ELEMENTS], other[first : first + _SWAP_ELEMENTS]
                 local = _read(part, outer).clone()
                 _write(part, outer)
                 outer.copy_(local)
