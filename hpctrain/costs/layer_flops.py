@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from hpctrain.costs.layer_bytes.module_trace import trace_layer
 from hpctrain.costs.pass_times import PassTimes
@@ -51,8 +52,8 @@ class ModelFlops:
 def model_flops(architecture: Architecture) -> ModelFlops:
     """Return the FLOPs of a model."""
     layers = _count_flops(architecture, ())
-    forward = sum(products + core for _, _, products, core, *_ in layers)
-    of_blocks = [(products, core) for is_block, _, products, core, *_ in layers if is_block]
+    forward = sum(layer.products + layer.core for layer in layers)
+    of_blocks = [(layer.products, layer.core) for layer in layers if layer.is_block]
     core_forward = sum(core for _, core in of_blocks)
     return ModelFlops(3.0 * forward, float(sum(map(sum, of_blocks))), float(core_forward))
 
@@ -63,8 +64,8 @@ def layer_flops(deck: Deck, architecture: Architecture) -> tuple[PassTimes, ...]
     A matrix has 2 FLOPs per element in the forward pass, in the input gradient and in the weight gradient.
     Products of queries, keys and values have two input gradients. Frozen matrices have no weight gradient,
     and blocks that the backward pass does not reach have no gradients. Recomputation counts as input
-    gradient. All passes of the output layer count as forward, where they are computed, but for those of
-    modules of multi-token prediction. An embedding has 0 FLOPs.
+    gradient. All passes of the output layer count as forward, since the forward pass computes them. Those of
+    MTP modules count like those of blocks. An embedding has 0 FLOPs.
     """
     return _cached_layer_flops(architecture, deck.memory.recompute, tuple(deck.model.frozen))
 
@@ -74,42 +75,65 @@ def _cached_layer_flops(
     architecture: Architecture, recompute: Recomputed, frozen: tuple[str, ...]
 ) -> tuple[PassTimes, ...]:
     flops = []
-    for is_block, silent, products, core, weight, modules in _count_flops(architecture, frozen):
-        forward, gradient = products + core, products + 2 * core
+    for layer in _count_flops(architecture, frozen):
+        core, modules = layer.core, layer.mtp_modules
+        forward, gradient = layer.products + core, layer.products + 2 * core
+        total = forward + gradient + layer.weight_gradient
         if modules:
-            late, again = modules + 2 * core, core if recompute == "selective" else 0
-            flops.append(PassTimes(forward + gradient + weight - late - modules, late + again, modules))
-        elif not is_block:
-            flops.append(PassTimes(forward + gradient + weight, 0, 0))
-        elif silent:
+            in_backward, recomputed = modules + 2 * core, core if recompute == "selective" else 0
+            flops.append(PassTimes(total - in_backward - modules, in_backward + recomputed, modules))
+        elif not layer.is_block:
+            flops.append(PassTimes(total, 0, 0))
+        elif layer.is_without_backward:
             flops.append(PassTimes(forward, 0, 0))
         else:
-            again = {"none": 0, "selective": core}.get(str(recompute), forward)
-            flops.append(PassTimes(forward, gradient + again, weight))
+            recomputed = {"none": 0, "selective": core}.get(str(recompute), forward)
+            flops.append(PassTimes(forward, gradient + recomputed, layer.weight_gradient))
     return tuple(flops)
 
 
-@lru_cache
-def _count_flops(
-    architecture: Architecture, frozen: tuple[str, ...]
-) -> tuple[tuple[bool, bool, int, int, int, int], ...]:
-    """Return for each layer a row of six: two answers, and four numbers of FLOPs of a token.
+class _LayerFlops(NamedTuple):
+    """FLOPs of one token in a layer.
 
-    The answers are whether it is a block, and whether no gradient reaches it. The FLOPs are those of the
-    products with its matrices, of its attention, of its weight gradients, and, among the first ones, of
-    modules of multi-token prediction without the output layer.
+    Attributes:
+        is_block: True for a block.
+        is_without_backward: True if no gradient reaches the layer.
+        products: FLOPs of the products with the layer's matrices in the forward pass.
+        core: FLOPs of attention in the forward pass.
+        weight_gradient: FLOPs of the weight gradients.
+        mtp_modules: Part of `products` in MTP modules, without the output layer.
     """
+
+    is_block: bool
+    is_without_backward: bool
+    products: int
+    core: int
+    weight_gradient: int
+    mtp_modules: int
+
+
+@lru_cache
+def _count_flops(architecture: Architecture, frozen: tuple[str, ...]) -> tuple[_LayerFlops, ...]:
+    """Return the FLOPs of each layer of a model whose parameters of these patterns are frozen."""
     model = bare_model(architecture)
     freeze_parameters([model], frozen)
-    silent = blocks_without_backward(model)
-    counted = ((layer, number <= silent, *_products(layer)) for number, layer in enumerate(model.layers))
-    return tuple(
-        (
-            *(layer.is_block, is_silent, 2 * elements, core, _weight_gradient(layer, elements)),
-            2 * sum(matrix.elements for module in _modules_of(layer) for matrix in module.matrices),
+    without_backward = blocks_without_backward(model)
+    flops = []
+    for number, layer in enumerate(model.layers):
+        elements, core = _products(layer)
+        of_modules = sum(matrix.elements for module in _modules_of(layer) for matrix in module.matrices)
+        weight_gradient = _weight_gradient(layer, elements)
+        flops.append(
+            _LayerFlops(
+                layer.is_block,
+                number <= without_backward,
+                2 * elements,
+                core,
+                weight_gradient,
+                2 * of_modules,
+            )
         )
-        for layer, is_silent, elements, core in counted
-    )
+    return tuple(flops)
 
 
 def _modules_of(layer: Layer) -> Sequence[PredictionModule]:
