@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OF_GPU = frozenset({"runtime", "fragmented"})
+GPU_MEMORY_KINDS = frozenset({"runtime", "fragmented"})
 """Kinds of memory that only a GPU has."""
 
 
@@ -54,5 +54,5 @@ class MemoryAccount:
 
         Kinds that only a GPU has are left out if they are 0.
         """
-        kinds = {kind: size for kind, size in self.kinds().items() if size or kind not in OF_GPU}
+        kinds = {kind: size for kind, size in self.kinds().items() if size or kind not in GPU_MEMORY_KINDS}
         return {f"{kind}_bytes": size for kind, size in kinds.items()} | {"total_bytes": self.total}

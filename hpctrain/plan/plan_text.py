@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import starmap
 
 from hpctrain.comm.mesh import rank_count, sizes_text
-from hpctrain.costs.memory_account import OF_GPU, MemoryAccount
+from hpctrain.costs.memory_account import GPU_MEMORY_KINDS, MemoryAccount
 from hpctrain.deck.auxiliary_decks import concurrent_texts, is_checkpoint
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.choices.deck_kernels import describe_kernels, kernels_of
@@ -147,7 +147,11 @@ def comparison_table(plan: MemoryPlan, stage: int, measured: MemoryAccount) -> l
 
 def kinds_of(*accounts: MemoryAccount) -> dict[str, str]:
     """Return the kinds of memory and their names, without kinds of caches and GPUs that no account has."""
-    absent = {kind for kind in {"cache", *OF_GPU} if not any(account.kinds()[kind] for account in accounts)}
+    absent = {
+        kind
+        for kind in {"cache", *GPU_MEMORY_KINDS}
+        if not any(account.kinds()[kind] for account in accounts)
+    }
     return {kind: name for kind, name in KINDS.items() if kind not in absent}
 
 

@@ -14,7 +14,7 @@ import pytest
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.costs.memory_account import OF_GPU, MemoryAccount
+from hpctrain.costs.memory_account import GPU_MEMORY_KINDS, MemoryAccount
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES, communicator_bytes
 from hpctrain.plan.memory_demand import MemoryDemand
@@ -49,7 +49,7 @@ def test_buffers_of_a_communicator(axis: str, ranks: int, expected: int) -> None
 def test_only_a_plan_for_gpus_counts_what_no_tensor_takes() -> None:
     layout = "layout.pipeline=2", "batch.global_size=16"
     cpu, gpu = (plan_memory(small_deck(*layout, f"run.device={d}"), 8, 61) for d in ("cpu", "cuda"))
-    assert not any(f"{kind}_bytes" in json.dumps(cpu.row()) for kind in OF_GPU)
+    assert not any(f"{kind}_bytes" in json.dumps(cpu.row()) for kind in GPU_MEMORY_KINDS)
     assert "NCCL" not in " ".join(memory_table(cpu))
     data = 24 * 2 * 12 + 4 * 32  # of four ranks; data x context uses the same communicator
     account = gpu.stages[0].memory
