@@ -16,8 +16,10 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import even_split, minimum_blocks, split_layers
 
 _ROUNDING = 1e-9
-_UNITS = 10**12  # integer units of the slowest layer's time
+_UNITS = 10**12
+"""Number of integer units into which the time of the slowest layer is divided."""
 _MAX_PARTIAL_SPLITS = 500
+"""Number of partial splits that the dynamic programming continues."""
 
 
 def balanced_split(times: Sequence[float], schedule: Schedule) -> list[int]:

@@ -74,11 +74,11 @@ class LiveActivations:
 
 
 class SavedTensor:
-    """Tensor that is is_counted as long as this object exists."""
+    """Tensor whose storage counts as long as this object exists."""
 
     def __init__(self, owner: LiveActivations, tensor: Tensor) -> None:
-        # A Parameter is kept itself, since its memory is replaced while it is not gathered. Other tensors are
-        # kept as an alias: an output of the node that saves it would keep itself alive.
+        # Keep a Parameter itself, since its memory is replaced when it is gathered. Keep an alias of another
+        # tensor: if it is the output of the node that saves it, it would keep itself alive.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.owner = owner
         self.is_counted = owner.add(self.tensor.untyped_storage())

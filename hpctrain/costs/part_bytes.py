@@ -137,8 +137,8 @@ class PartBytes:
         They include forward, backward and recomputation.
         """
         unsaved = blocks_without_backward(self.part)
-        again = self.saved_blocks(unsaved) if segment_size(self.recompute, len(self.blocks)) else []
-        passes = *self.blocks, *self.blocks[unsaved:], *again
+        recomputed = self.saved_blocks(unsaved) if segment_size(self.recompute, len(self.blocks)) else []
+        passes = *self.blocks, *self.blocks[unsaved:], *recomputed
         return 2 * sum(byte_functions.exchanged_bytes(block, self.sizes) for block in passes)
 
     @property
@@ -175,7 +175,7 @@ class PartBytes:
         if any(recomputed):
             return [each[1] for each in recomputed if each is not None]
         block_bytes = [total(storages) for storages in saved]
-        # The first block saves the input itself, unless its norm keeps a copy in another format.
+        # The first block saves the segment's input, which exists anyway, unless its norm saves a copy.
         input_bytes = [storages[0].bytes if storages[0] == self.hidden else 0 for storages in saved]
         return [
             sum(block_bytes[first : first + size]) - input_bytes[first]
@@ -198,8 +198,8 @@ def part_bytes(deck: Deck, parts: Sequence[ModelPart], gpu: bool, recompute: Rec
     formats = Precision.of(deck)
     itemsizes = formats.storage.itemsize, formats.gradient.itemsize
     objective = None if deck.model.module is None else make_objective(deck)
-    again = recompute not in {"none", "selective"}
+    recomputed = recompute not in {"none", "selective"}
     sizes = ActivationSizes(
-        tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", again, objective
+        tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", recomputed, objective
     )
     return [PartBytes(part, sizes, recompute) for part in parts]

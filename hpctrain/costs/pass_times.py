@@ -11,7 +11,10 @@ from hpctrain.pipeline.simulate import StageTimes
 
 
 class PassTimes(NamedTuple):
-    """Seconds of one micro-batch. A whole backward pass takes `input_gradient + weight_gradient`."""
+    """Seconds of the passes of one micro-batch, or FLOPs of those of one token (`layer_flops`).
+
+    The whole backward pass takes `input_gradient + weight_gradient`.
+    """
 
     forward: float
     input_gradient: float

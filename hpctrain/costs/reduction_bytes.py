@@ -66,10 +66,10 @@ def reduction_bytes(reduction: GradientReduction | CodedSum) -> int:
 @reduction_bytes.register
 def _exact_bytes(reduction: ExactReduction) -> int:
     # Reductions in host memory receive into memory of their own.
-    bucket, cut = reduction.bucket, reduction.bucket.sharding.zero > 0
-    sizes = bucket.layout.sizes if cut else None
+    bucket, is_split = reduction.bucket, reduction.bucket.sharding.zero > 0
+    sizes = bucket.layout.sizes if is_split else None
     most = bucket.length if sizes is None else max(sizes) * reduction.group.size
-    return reduction.group.host.scratch_bytes(most, bucket.gradient_dtype.itemsize, cut)
+    return reduction.group.host.scratch_bytes(most, bucket.gradient_dtype.itemsize, is_split)
 
 
 @reduction_bytes.register
@@ -93,7 +93,8 @@ def _hierarchical_bytes(reduction: HierarchicalReduction) -> int:
 def _coded_bytes(coded: CodedSum) -> int:
     """Return the bytes of codes, of values or sums, of this rank's own sums, and of encoding.
 
-    Codes are sent, received and in their places. Values or sums exist besides two of them.
+    Up to three buffers of codes exist at once: sent codes, received ones, and complete ones. Values or sums
+    exist with two of them.
     """
     blocks = coded.blocks
     code, has_values = coded.code_bytes(blocks.count), coded.returns or coded.residual is None
@@ -148,9 +149,10 @@ def _rounded_bytes(codec: RoundedCodec, elements: int) -> int:
 
 @codec_bytes.register
 def _sign_bytes(_: SignCodec, elements: int) -> int:
-    return 4 * elements + 3 * elements  # values, then bytes and int64 per eight elements
+    # Values in fp32, then bytes, and an int64 number for each eight elements.
+    return 4 * elements + 3 * elements
 
 
 @codec_bytes.register
 def _int4_bytes(_: Int4Codec, elements: int) -> int:
-    return 8 * elements  # quotients and numbers, or numbers in two formats
+    return 8 * elements  # quotients and rounded numbers in fp32, or numbers in two formats

@@ -1,4 +1,4 @@
-"""Ranges of single layers, of which one of each kind stands for a model in measurements."""
+"""Ranges of single layers: measurements time one layer of each kind in place of the whole model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def single_layers(kinds: Sequence[LayerKind], with_block: bool = False) -> dict[
         if not with_block or number or kind not in blocks[1:]:
             spans.setdefault(kind, LayerRange(number, number + 1, with_block and not number, False))
     if with_block:
-        many = len(blocks)
-        return spans | {first: LayerRange(0, 1, True, False), last: LayerRange(many - 1, many, False, True)}
+        block_count = len(blocks)
+        return spans | {
+            first: LayerRange(0, 1, True, False),
+            last: LayerRange(block_count - 1, block_count, False, True),
+        }
     return spans | {
         first: LayerRange(0, 0, True, False),
         last: LayerRange(len(blocks), len(blocks), False, True),

@@ -84,7 +84,7 @@ def exchange_bytes(exchange: MatrixExchange, directions: Sequence[int], transfor
         transforms: For each matrix, the bytes that its transformation needs.
     """
     most, rank, itemsize = 0, exchange.group.rank, exchange.dtype.itemsize
-    buffers = []  # of each round: this rank's pieces, and all pieces of the matrix that it transforms
+    buffers = []  # for each round: this rank's pieces, and all pieces of the matrix that it transforms
     for assignment in exchange.rounds:
         sizes = exchange.piece_sizes(assignment)
         buffers.append((sum(sizes) + exchange.group.size * sizes[rank]) * itemsize)

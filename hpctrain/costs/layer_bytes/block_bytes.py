@@ -28,13 +28,13 @@ from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 @saved_storages.register
 def saved_by_block(block: TransformerBlock, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what a block saves, in the order of the forward pass."""
-    masks, attention, expanding = dropout_masks(block, sizes), block.attention, block.feed_forward
+    masks, attention, feed_forward = dropout_masks(block, sizes), block.attention, block.feed_forward
     if _shares_input(block):
         expanded_input = []
-    elif isinstance(expanding, Mixture):
+    elif isinstance(feed_forward, Mixture):
         expanded_input = [sizes.row_features(block.hidden)]
     else:
-        expanded_input = saved_input(expanding.up, sizes)
+        expanded_input = saved_input(feed_forward.up, sizes)
     return [
         *_saved_by_norm(block.attention_norm, sizes),
         *saved_storages(attention, sizes),
@@ -42,7 +42,7 @@ def saved_by_block(block: TransformerBlock, sizes: ActivationSizes) -> list[Save
         *masks,
         *_saved_by_second_norm(block, sizes),
         *expanded_input,
-        *saved_storages(expanding, sizes),
+        *saved_storages(feed_forward, sizes),
         *_saved_by_norm(block.feed_forward_output_norm, sizes),
         *masks,
     ]
@@ -88,7 +88,7 @@ def _block_workspace(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 @core_peak_bytes.register
 def _core_peak_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    """Return 0 unless the core is larger than all that has been freed: what comes after it in the block."""
+    """Return the bytes of the recomputed core beyond what the layers after it in the block have freed."""
     if not sizes.recomputes_core:
         return 0
     attention = block.attention
@@ -104,14 +104,14 @@ def deferred_by_block(block: TransformerBlock, sizes: ActivationSizes) -> Deferr
     The peak is at the beginning of the backward pass, in that of the feed-forward part, or in that of the
     output layer of attention, after which the core of attention may be recomputed.
     """
-    attention, expanding = block.attention, block.feed_forward
+    attention, feed_forward = block.attention, block.feed_forward
     held, mask = deferred_bytes.dispatch(Layer)(block, sizes).deferred, total(dropout_masks(block, sizes))
     output_gradient = sizes.features(block.hidden).bytes
-    if isinstance(expanding, Mixture):
-        most, left = mixture_bytes.transient_bytes(expanding, sizes)
+    if isinstance(feed_forward, Mixture):
+        most, left = mixture_bytes.transient_bytes(feed_forward, sizes)
     else:
-        most, left = feed_forward_bytes.transient_bytes(expanding, sizes)
-        held -= total(saved_input(expanding.up, sizes)) if _shares_input(block) else 0
+        most, left = feed_forward_bytes.transient_bytes(feed_forward, sizes)
+        held -= total(saved_input(feed_forward.up, sizes)) if _shares_input(block) else 0
     if isinstance(attention, LatentAttention) and attention.query_norm is None:
         held -= total(saved_input(attention.query, sizes))  # the layer of latents saves the same input
     if _shares_gradient(block):

@@ -1,4 +1,4 @@
-"""Functions that return bytes of a layer. The other modules here register them for classes of layers."""
+"""Functions that return bytes of a layer. Other modules register implementations for classes of layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def core_recompute_bytes(attention: Any, sizes: ActivationSizes) -> int:
 
 @singledispatch
 def unsaved_inputs(layer: Layer, sizes: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG001
-    """Return the beginning of `saved_storages` that is not saved if the input needs no gradient."""
+    """Return the first ones of `saved_storages`, which are not saved if the input needs no gradient."""
     return []
 
 
@@ -44,7 +44,7 @@ def unsaved_inputs(layer: Layer, sizes: ActivationSizes) -> list[SavedStorage]: 
 def recomputed_bytes(layer: Layer, sizes: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG001
     """Return what stays saved of a recomputed block, and further bytes during its recomputation.
 
-    None stands for the hidden states, and for what the block saves.
+    None stands for the default: the input stays saved, and the recomputation needs what the block saves.
     """
     return None
 
@@ -58,7 +58,7 @@ def deferred_bytes(layer: Layer, sizes: ActivationSizes) -> DeferredBytes:
 
 @singledispatch
 def core_peak_bytes(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
-    """Return by how much more than what is saved a layer has while it recomputes the core of attention."""
+    """Return the bytes that a layer needs beyond what it saved, while it recomputes the core of attention."""
     return 0
 
 

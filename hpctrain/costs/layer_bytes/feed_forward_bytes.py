@@ -16,12 +16,17 @@ def _saved_by_feed_forward(layer: FeedForward, sizes: ActivationSizes) -> list[S
     Of a gated activation these are gate and up, which are one tensor, their product, and the functions of
     gate and up if torch computes them.
     """
-    widest = [sizes.features(sum(layer.up.split_sizes))] if layer.activation.gated else []
-    kept = [*_factor(layer, sizes), *saved_input(layer.down, sizes), *saved_by_adapter(layer.down, sizes)]
-    return [*saved_by_adapter(layer.up, sizes), *widest, *kept]
+    gate_and_up = [sizes.features(sum(layer.up.split_sizes))] if layer.activation.gated else []
+    return [
+        *saved_by_adapter(layer.up, sizes),
+        *gate_and_up,
+        *_activation_factors(layer, sizes),
+        *saved_input(layer.down, sizes),
+        *saved_by_adapter(layer.down, sizes),
+    ]
 
 
-def _factor(layer: FeedForward, sizes: ActivationSizes) -> list[SavedStorage]:
+def _activation_factors(layer: FeedForward, sizes: ActivationSizes) -> list[SavedStorage]:
     one = layer.activation.gated and layer.functions.compiles(layer.activation)
     functions = 1 if layer.activation.up_function is None else 2
     return [] if one else [sizes.features(layer.up.split_sizes[-1])] * functions
@@ -32,8 +37,8 @@ def _feed_forward_workspace(layer: FeedForward, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass, beside all that is saved.
 
     The peak is in the products of the down projection, in the activation, or in the products of the up
-    projection, when what the layer saves is gone. Gradients of the hidden states
-    (input and output) and of the inner features are added.
+    projection, when what the layer saves is freed. Gradients of the hidden states (input and output) and of
+    the inner features are added.
     """
     hidden, expanded = (
         sizes.features(count).bytes for count in (2 * _hidden(layer), sum(layer.up.split_sizes))
@@ -50,7 +55,7 @@ def transient_bytes(layer: FeedForward, sizes: ActivationSizes) -> tuple[int, in
     The first number is the peak during the layer's own backward pass, the second one what remains after it.
     """
     hidden = sizes.features(_hidden(layer)).bytes
-    return hidden, hidden - (total(_factor(layer, sizes)) if layer.activation.gated else 0)
+    return hidden, hidden - (total(_activation_factors(layer, sizes)) if layer.activation.gated else 0)
 
 
 def _hidden(layer: FeedForward) -> int:

@@ -36,7 +36,7 @@ def _operands_of_linear(layer: SplitLinear, sizes: ActivationSizes) -> int:
     rows = sizes.rows if layer.split == "replicated" else sizes.tokens
     gradient = gradient_bytes(layer.product, rows, sizes)
     plain = sizes.features(layer.product.shape[0]).bytes
-    # The gradients of a split bias are deferred, too, and need the gradient as stored.
+    # The gradients of a split bias are deferred, too, and need the output gradient itself.
     of_biases = plain if layer.split == "outputs" and layer.biases and gradient < plain else 0
     return total(saved_input(layer, sizes)) + gradient + of_biases + 2 * total(saved_by_adapter(layer, sizes))
 

@@ -28,7 +28,7 @@ def saved_input(
     sizes: ActivationSizes,
     sequence_group: Group | None,  # noqa: ARG001
 ) -> list[SavedStorage]:
-    """Return what `Matmul.forward_and_save` saves of `rows` rows at most, if it may be compact."""
+    """Return the most that `Matmul.forward_and_save` saves for `rows` rows, with `compact` true."""
     return [SavedStorage(rows * product.shape[1] * sizes.itemsize, sizes.itemsize)]
 
 
@@ -45,7 +45,7 @@ def _saved_quantized(
 
 
 stored_input = saved_input.dispatch(Matmul)
-# With delayed scales the first steps, which have none, need most.
+# With delayed scales, the first steps have no scales and need most.
 saved_input.register(DelayedMatmul, stored_input)
 
 
@@ -76,7 +76,7 @@ def product_workspace(product: Matmul, rows: int, sizes: ActivationSizes) -> int
 
 @product_workspace.register
 def _quantized_workspace(product: QuantizedMatmul, rows: int, sizes: ActivationSizes) -> int:
-    # Both operands in 8 bits, expanded unless the device multiplies them so, and the weight gradient.
+    # Both operands in 8 bits, their expansions if the device cannot multiply 8 bits, and the weight gradient.
     outputs, features = product.shape
     native = sizes.gpu and product.recipe.tokens.blocks.columns is None
     inputs, gradients, weights = rows * features, rows * outputs, outputs * features
@@ -100,7 +100,7 @@ def kernel_workspace(
 
 @kernel_workspace.register
 def _onednn_workspace(kernel: OneDnn, rows: int, outputs: int, inputs: int, sizes: ActivationSizes) -> int:  # noqa: ARG001
-    # oneDNN's layout of the matrix; or of both operands, with a product that is added.
+    # The matrix, or for weight gradients both operands, in oneDNN's layout, and the product that is added.
     product = min(outputs * inputs, PRODUCT_ELEMENTS)
     return 4 * max(rows * inputs + outputs * inputs, rows * (inputs + outputs) + product)
 

@@ -87,13 +87,13 @@ def _allocated_operands(experts: Experts, sizes: ActivationSizes) -> int:
 
 
 def result_storage(mixture: Mixture, sizes: ActivationSizes) -> SavedStorage:
-    """Return the storage of what comes back from the experts."""
+    """Return the storage of the results that the ranks of the experts send back."""
     experts = mixture.experts
     return SavedStorage(_dispatched_rows(experts, sizes) * experts.hidden * sizes.itemsize, sizes.itemsize)
 
 
 def padded_row_counts(experts: Experts, sizes: ActivationSizes) -> int:
-    """Return how many different numbers of rows the experts of a rank have in a run, about, with padding."""
+    """Return about how many different padded row counts the experts of a rank have in a run."""
     context = experts.layer_context
     most = _local_rows(context, sizes) * context.expert.size * context.expert_tensor.size
     even = most * experts.experts_per_token / (experts.local * context.expert.size)

@@ -30,7 +30,7 @@ from hpctrain.model.part import LayerRange
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 
-_LONGEST = 200  # characters of an error message
+_MESSAGE_LENGTH = 200  # largest number of characters of an error message
 
 Call = tuple[int, int]
 """Index of a layer, and number of the call."""
@@ -86,10 +86,10 @@ def trace_module(
         gpu: True to use the kernels of a GPU.
     """
     for _, each in groupby(module.parameters(), _shared_name):
-        together = list(each)  # parts of one packed weight are adjacent in memory
-        sizes = [parameter.numel() for parameter in together]
+        packed = list(each)  # parts of one packed weight are adjacent in memory
+        sizes = [parameter.numel() for parameter in packed]
         flat = torch.empty(sum(sizes), dtype=storage, device="meta")
-        for parameter, part in zip(together, flat.split(sizes), strict=True):
+        for parameter, part in zip(packed, flat.split(sizes), strict=True):
             parameter.data = part.view(parameter.shape)
     tracer = _Tracer(module, blocks)
     try:
@@ -105,11 +105,13 @@ def trace_module(
             tracer.current_call = tracer.last_layer, 0
             losses = None if loss is None else loss(outputs)
     except Exception as error:  # noqa: BLE001  (whatever a user's code does where there are no values)
-        said = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
-        return PartTrace((), shorten(said.strip().splitlines()[0], _LONGEST, placeholder=" ..."))
-    found = PartTrace(tuple(tracer.layer_traces(tokens)))
+        message = (
+            error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
+        )
+        return PartTrace((), shorten(message.strip().splitlines()[0], _MESSAGE_LENGTH, placeholder=" ..."))
+    trace = PartTrace(tuple(tracer.layer_traces(tokens)))
     del outputs, losses  # they keep the counted tensors alive
-    return found
+    return trace
 
 
 def _shared_name(parameter: nn.Parameter) -> object:
@@ -132,14 +134,14 @@ class _Event:
     """A tensor was saved, or, if `block_input` is set, a block was called with this tensor."""
 
     call: Call | None
-    saved_recomputed: weakref.ref[_PackedTensor] | None
+    packed: weakref.ref[_PackedTensor] | None
     block_input: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor | None:
         """The tensor, or None if it no longer exists."""
-        kept = None if self.saved_recomputed is None else self.saved_recomputed()
-        return self.block_input if kept is None else kept.tensor
+        packed = None if self.packed is None else self.packed()
+        return self.block_input if packed is None else packed.tensor
 
 
 class _Tracer:
@@ -150,20 +152,22 @@ class _Tracer:
         self.current_call: Call | None = None
         self._calls = 0
         self._events: list[_Event] = []
-        self._after = 0 if blocks else None
+        self._events_of_blocks = 0 if blocks else None
         self._parameters = {
             storage_key(parameter): _shared_name(parameter) for parameter in module.parameters()
         }
-        self._there = {*self._parameters} | {storage_key(buffer) for buffer in module.buffers()}
+        self._resident = {*self._parameters} | {storage_key(buffer) for buffer in module.buffers()}
         for each in module.modules():
-            self._there |= {storage_key(value) for value in vars(each).values() if isinstance(value, Tensor)}
+            self._resident |= {
+                storage_key(value) for value in vars(each).values() if isinstance(value, Tensor)
+            }
         self._flops: list[tuple[int, Call | None, bool, int]] = []
         self._rows: list[tuple[int, Call | None, str, int]] = []
         for number, block in enumerate(blocks, 1):
             vars(block)["forward"] = partial(self._call_block, number, block.forward)
 
     def _call_block(self, number: int, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a block."""
+        """Call a block, and record its inputs."""
         self._calls += 1
         before, self.current_call = self.current_call, (number, self._calls)
         self._events += [
@@ -171,24 +175,24 @@ class _Tracer:
         ]
         try:
             return forward(*arguments, **keywords)
-        finally:  # the pass of a stage ends with an exception here
+        finally:  # the pass of a pipeline stage ends with an exception
             self.current_call = before
-            self._after = len(self._events)
+            self._events_of_blocks = len(self._events)
 
     def pack(self, tensor: Tensor) -> _PackedTensor:
         """Record that autograd saves a tensor."""
-        kept = _PackedTensor(tensor)
-        self._events.append(_Event(self.current_call, weakref.ref(kept)))
-        return kept
+        packed = _PackedTensor(tensor)
+        self._events.append(_Event(self.current_call, weakref.ref(packed)))
+        return packed
 
-    def on_operation(self, func: Any, args: tuple[Any, ...], keywords: Any, made: Any) -> None:
+    def on_operation(self, func: Any, args: tuple[Any, ...], keywords: Any, result: Any) -> None:
         """Record the FLOPs of an operation. MetaMode calls this for each operation."""
         packet = func._overloadpacket
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, value = args[:3]
             flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         elif packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **keywords, out_val=made))
+            flops = int(flop_registry[packet](*args, **keywords, out_val=result))
         else:
             return
         position, with_parameter = (len(self._events), self.current_call), False
@@ -201,36 +205,36 @@ class _Tracer:
 
     def layer_traces(self, tokens: int) -> Iterator[LayerTrace]:
         """Yield the trace of each layer, for a call with so many tokens."""
-        saving = {
+        saving_calls = {
             event.call for event in self._events if event.block_input is None and event.tensor is not None
         }
         alive = [
             (event_count, event, tensor)
             for event_count, event in enumerate(self._events)
             if (tensor := event.tensor) is not None
-            and storage_key(tensor) not in self._there
-            and event.call in saving  # a call that saves nothing is not recomputed and needs no inputs
+            and storage_key(tensor) not in self._resident
+            and event.call in saving_calls  # a call that saves nothing is not recomputed and needs no inputs
         ]
         saved: list[dict[int, SavedStorage]] = [{} for _ in range(self.last_layer + 1)]
-        kept: list[dict[int, SavedStorage]] = [{} for _ in range(self.last_layer + 1)]
-        of_calls: dict[Call, dict[int, SavedStorage]] = {}
-        met: set[int] = set()
-        met_again: set[int] = set()
+        saved_recomputed: list[dict[int, SavedStorage]] = [{} for _ in range(self.last_layer + 1)]
+        saved_by_call: dict[Call, dict[int, SavedStorage]] = {}
+        counted: set[int] = set()
+        counted_recomputed: set[int] = set()
         for event_count, event, tensor in alive:
             key, layer = storage_key(tensor), self._layer(event_count, event.call)
             storage = SavedStorage(tensor.untyped_storage().nbytes(), tensor.element_size(), features=False)
-            if event.block_input is None and key not in met:
-                met.add(key)
+            if event.block_input is None and key not in counted:
+                counted.add(key)
                 saved[layer][key] = storage
             if event.block_input is None and event.call is not None and layer != self.last_layer:
-                of_calls.setdefault(event.call, {})[key] = storage
-            elif key not in met_again:
-                met_again.add(key)
-                kept[layer][key] = storage
-        again = [0] * (self.last_layer + 1)
-        for (layer, _), storages in of_calls.items():
-            size = sum(storage.bytes for key, storage in storages.items() if key not in met_again)
-            again[layer] = max(again[layer], size)
+                saved_by_call.setdefault(event.call, {})[key] = storage
+            elif key not in counted_recomputed:
+                counted_recomputed.add(key)
+                saved_recomputed[layer][key] = storage
+        recompute_bytes = [0] * (self.last_layer + 1)
+        for (layer, _), storages in saved_by_call.items():
+            size = sum(storage.bytes for key, storage in storages.items() if key not in counted_recomputed)
+            recompute_bytes[layer] = max(recompute_bytes[layer], size)
         matrix_elements, core_flops = [0] * (self.last_layer + 1), [0] * (self.last_layer + 1)
         for event_count, call, with_parameter, flops in self._flops:
             (matrix_elements if with_parameter else core_flops)[self._layer(event_count, call)] += flops
@@ -241,8 +245,8 @@ class _Tracer:
         for layer in range(self.last_layer + 1):
             yield LayerTrace(
                 tuple(saved[layer].values()),
-                tuple(kept[layer].values()),
-                again[layer],
+                tuple(saved_recomputed[layer].values()),
+                recompute_bytes[layer],
                 matrix_elements[layer] // (2 * tokens),
                 core_flops[layer] // tokens,
                 rows[layer],
@@ -252,7 +256,9 @@ class _Tracer:
         """Return the layer of something that happened after `event_count` events."""
         if call is not None:
             return call[0]
-        return 0 if self._after is None or event_count < self._after else self.last_layer
+        return (
+            0 if self._events_of_blocks is None or event_count < self._events_of_blocks else self.last_layer
+        )
 
 
 def trace_layer(layer: ModuleLayer, sizes: ActivationSizes | None) -> LayerTrace | str:
@@ -272,8 +278,8 @@ def trace_layer(layer: ModuleLayer, sizes: ActivationSizes | None) -> LayerTrace
         tensor = part.layer_context.tensor
         part_sizes = replace(sizes, recomputes_core=False, recomputes_blocks=False)
         rank = tensor.rank, tensor.size, part.layer_context.sequence_parallel
-    found = _trace_part(part.architecture, part.span, frozen, rank, part_sizes)
-    return found.layers[number] if found.problem is None else found.problem
+    trace = _trace_part(part.architecture, part.span, frozen, rank, part_sizes)
+    return trace.layers[number] if trace.problem is None else trace.problem
 
 
 @lru_cache(maxsize=64)

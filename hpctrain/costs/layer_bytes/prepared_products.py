@@ -1,7 +1,7 @@
-"""Bytes that oneDNN keeps for the products that it has prepared on a CPU.
+"""Bytes of the primitives that oneDNN compiles and caches for matrix products on a CPU.
 
-It prepares a product for each number of rows and each matrix, and keeps what it has compiled. It computes all
-products of 16-bit matrices that are not converted, and fp32 products of the kernels that are named after it.
+oneDNN compiles a primitive for each matrix shape and each number of rows. It computes all products of 16-bit
+matrices that are not converted, and fp32 products of the kernels that are named after it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel, MatmulKernel, O
 from hpctrain.parallel.matmul import Matmul
 
 _MOST_PRODUCTS = 1024
-"""Number of products that oneDNN keeps by default."""
+"""Capacity of oneDNN's primitive cache by default."""
 
 _PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 
 def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes, product_bytes: int) -> int:
-    """Return the bytes of the products that layers prepare; 0 on a GPU.
+    """Return the bytes of the primitives for the products of layers; 0 on a GPU.
 
     Args:
         layers: Layers of one rank.
         sizes: Sizes of a micro-batch on the rank.
-        product_bytes: Bytes of a prepared product, which do not depend on its size.
+        product_bytes: Bytes of one primitive, which do not depend on the size of the product.
     """
     if sizes.gpu:
         return 0
@@ -39,7 +39,7 @@ def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes, product_byte
 
 
 def _prepared_products(layer: Layer, sizes: ActivationSizes) -> Iterator[tuple[Pass, int, int, int]]:
-    """Yield pass, outputs and inputs of the products of a layer, and a number for each number of rows."""
+    """Yield the pass, outputs, inputs and row count (in units; 0 if it is fixed) of a layer's products."""
     for module in layer.modules():
         if isinstance(module, Experts):
             if sizes.itemsize > 2:

@@ -17,7 +17,7 @@ from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 
 @saved_storages.register
 def _saved_by_embedding(layer: Embedding, sizes: ActivationSizes) -> list[SavedStorage]:
-    """Return token ids, marks of those that other ranks look up, and positions."""
+    """Return token ids, the mask of those that other ranks look up, and positions."""
     ids = 8 if layer.tokens.layer_context.tensor.size == 1 else 9
     positions = (
         8 * sizes.tokens // (1 if layer.packed else sizes.micro_size) if layer.positions is not None else 0
@@ -85,13 +85,14 @@ def _vocabulary_head_workspace(head: VocabularyHead, sizes: ActivationSizes) -> 
     """Return the temporary bytes of a loss.
 
     They are the logits of a chunk, or their gradients, and what products need; or, for torch's functions in
-    16 bits, a copy in fp32. Bounded logits have their slopes beside them until the loss is computed.
+    16 bits, a copy in fp32. Logits with a soft cap also have the derivatives of the cap, until the loss is
+    computed.
     """
     count = chunk_rows(sizes.tokens, len(head.table), sizes.gpu)
     logits = count * len(head.table)
     copied = 4 if sizes.itemsize < 4 and (head.cap or not head.layer_context.functions.compiled) else 0
-    slopes = 4 if head.cap else 0
-    passing = max(logits * (copied + slopes), product_workspace(head.product, count, sizes))
+    derivatives = 4 if head.cap else 0
+    passing = max(logits * (copied + derivatives), product_workspace(head.product, count, sizes))
     return logits * sizes.itemsize + passing
 
 
