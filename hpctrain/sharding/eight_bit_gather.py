@@ -47,7 +47,7 @@ def make_bucket(products: Iterable[QuantizedMatmul], layout: BucketLayout, *argu
 
 
 class _Packed:
-    """Some segments of a bucket, packed one after the other in the memory of gathered values.
+    """Segments of a bucket, packed one after the other in the memory of gathered values.
 
     Args:
         layout: Layout of the bucket.
