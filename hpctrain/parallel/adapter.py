@@ -54,7 +54,7 @@ class LayerAdapters(nn.Module):
         self.adapted, self.split = list(adapted), split
         self.rank, self.scale = adapters.rank, adapters.scale
         partial = frozenset({"tensor"}) if layer_context.tensor.size > 1 else frozenset[str]()
-        # No kernel is measured for products so small.
+        # These products are too small to measure kernels for them.
         kernels = KernelTable(layer_context.products.kernels.default)
         layer_context = replace(layer_context, products=replace(layer_context.products, kernels=kernels))
         self.outer: list[Matmul] = []

@@ -73,8 +73,8 @@ class LayerContext:
         expert: Ranks that split the experts of a mixture.
         expert_tensor: Ranks that split the features of each expert.
         micro_batch: Ranks with tokens of the same micro-batches.
-        data: This rank and the ranks at its place that compute other micro-batches (data parallelism).
-        pipeline: This rank and the ranks at its place in all other stages.
+        data: Ranks that hold the same parts of the model and compute other micro-batches (data parallelism).
+        pipeline: One rank of each stage, between which hidden states are sent (pipeline parallelism).
         products: How products with weight matrices are computed.
         functions: What computes attention, norms, activations and softmax.
         table_rows: Each rank's rows of a table that is split over the vocabulary are a multiple of this.

@@ -8,7 +8,7 @@ A linear layer with weights W [n, k] and input X [m, k] computes three products:
 
 The classes of products, with what each adds:
 
-    Matmul                as stored, by the kernels that `KernelTable` has chosen
+    Matmul                in the dtype of the weights, by the kernels of a `KernelTable`
     ├── QuantizedMatmul   in 8 bits, by scales of current maxima     (fp8/quantized_matmul.py)
     │   └── DelayedMatmul    by scales of maxima of earlier steps    (fp8/delayed_matmul.py)
     └── TransposedMatmul  of weights [k, n]                          (model/modules/)
@@ -40,7 +40,7 @@ in 8 bits, with m tokens.
 
 
 class Matmul:
-    """Products of activations with fused weights W [n, k], as stored.
+    """Products of activations with fused weights W [n, k], in the dtype of the weights.
 
     Each layer has one of its own, so a subclass can keep state of its weights. What it records of a step goes
     to the statistics of its context.

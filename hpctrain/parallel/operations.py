@@ -1,4 +1,4 @@
-"""Work of layers in sizes, from which a plan predicts FLOPs, and seconds with the rates of a machine."""
+"""Sizes of the work of layers, from which plans predict FLOPs and, with the rates of a machine, seconds."""
 
 from __future__ import annotations
 

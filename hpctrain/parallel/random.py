@@ -18,6 +18,7 @@ from torch import Tensor
 from hpctrain.splitmix import GOLDEN, mix
 
 _QUANTILE_BITS = 16
+"""Logarithm of the number of cells in the table of quantiles."""
 
 
 @lru_cache(maxsize=1)

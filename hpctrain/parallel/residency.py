@@ -14,9 +14,10 @@ Result = TypeVar("Result")
 
 
 class ParameterResidency:
-    """Residency of parameters that are always in memory. A subclass that stores them elsewhere overrides all.
+    """Residency of parameters that are always in memory.
 
-    A layer passes one of its parameters, whichever it is. It stands for all that are gathered with it.
+    A subclass that stores them elsewhere overrides all methods. A layer passes one of its parameters,
+    whichever it is. It stands for all that are gathered with it.
 
     Attributes:
         gathers: True if some parameters are not always in memory.

@@ -177,7 +177,7 @@ class SplitLinear(MatmulLayer):
     @property
     @override
     def deferred_parameters(self) -> list[Parameter]:
-        # RowAutograd computes the gradients of biases at once, ColumnAutograd defers them.
+        # RowAutograd never defers the gradients of biases, ColumnAutograd does.
         return self.weights + (self.biases if self.split == "outputs" else []) + self.adapter_parameters
 
     @property
@@ -236,7 +236,7 @@ class SplitLinear(MatmulLayer):
         return (inner_gradient,)
 
     def _add_gradients(self, output_gradient: Operand, saved: Operand, inner: Sequence[Tensor]) -> None:
-        """Add the gradients of the weights and, of the values `inner` between its factors, the adapter's."""
+        """Add the gradients of the weights, and those of the adapter by the values between its factors."""
         if self.weights[0].requires_grad:
             self.product.add_weight_gradient(output_gradient, saved)
             self.mark_gradient_added(self.weights)
@@ -319,10 +319,10 @@ class RowAutograd(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: SplitLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
         layer_context, bias = layer.layer_context, layer.bias()
-        alone = layer_context.tensor.size == 1
-        output, saved, inner = layer._multiply(x, bias if alone else None, None, training)
+        is_only_rank = layer_context.tensor.size == 1
+        output, saved, inner = layer._multiply(x, bias if is_only_rank else None, None, training)
         ctx.save_for_backward(*inner, *operand_tensors(saved))
-        if alone:
+        if is_only_rank:
             return output
         output = layer_context.tensor_sum(output)
         return output if bias is None else output.add_(bias)

@@ -177,8 +177,9 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor, chunk_loss: ChunkLoss) -> Tensor:
         """Return the sum of the losses of all tokens, fp32. Collective over tensor ranks.
 
-        In training, this already computes the gradient of `hidden` by those that `chunk_loss` returns, and
-        adds that of the table to its buffer. So the backward pass must start here, with a gradient of one.
+        In training, the forward pass already computes the gradient of `hidden` from the gradients that
+        `chunk_loss` returns, and adds the gradient of the table to its buffer. So the backward pass must
+        start here, with a gradient of one.
 
         Args:
             hidden: Hidden states [s or s/t, b, h].
@@ -197,7 +198,7 @@ class VocabularyHead(nn.Module):
         sequence = self.layer_context.gather_sequence(hidden)
         local: Tensor = self.product.logits(sequence.flatten(0, -2)).view(*sequence.shape[:-1], -1)
         if self.multiplier != 1:
-            local = local.float() * self.multiplier  # rounded no more than in a loss
+            local = local.float() * self.multiplier  # in fp32, as in a loss
         if self.cap:
             local = (local.float() / self.cap).tanh() * self.cap
         if tensor.size > 1:

@@ -71,7 +71,7 @@ class TokenPositions:
         positions = torch.tensor(
             [first + (n if text >= 0 else 0) for text, first, count in runs for n in range(count)]
         )
-        device, real = tables.device, (texts >= 0).nonzero().flatten()  # on the host
+        device, real = tables.device, (texts >= 0).nonzero().flatten()  # computed on the host
         texts, positions, real = (start_copy(each, device) for each in (texts, positions, real))
         rotations = torch.arange(len(positions), device=device) if rotated_by_row else positions
         return TokenPositions(runs, texts, positions, tables, rotations, real)

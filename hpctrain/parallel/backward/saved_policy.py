@@ -30,7 +30,7 @@ class SavedPolicy:
     Attributes:
         keeps_core: False if `attend` computes the core of attention (rotation, softmax and its products)
             again in the backward pass, and so saves only the core's operands and the rotary tables.
-        repeats: True if `call` computes its function again in the backward pass.
+        repeats: True if `call` recomputes its function in the backward pass.
         rounds: True if activations are saved in a format that rounds them.
     """
 

@@ -32,7 +32,8 @@ class WeightGradientQueue:
 
     Attributes:
         deferring: True while submitted computations are queued instead of being computed at once.
-        running: True during a backward pass of the run, false in one that a module starts itself.
+        running: True during a backward pass that the executor starts, False in one that a user's module
+            starts.
         watch: Called with each tensor that a queued computation needs. May be None.
     """
 
@@ -46,7 +47,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def backward(self, deferring: bool = False) -> Iterator[None]:
-        """Return a context for a backward pass of the run."""
+        """Return a context for a backward pass of a training step."""
         self.running, self.deferring = True, deferring
         try:
             yield
@@ -55,7 +56,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def outside_run(self) -> Iterator[None]:
-        """Return a context for a backward pass that is not the run's, such as one of a user's module."""
+        """Return a context for a backward pass inside a user's module, not one of the training step."""
         running, self.running = self.running, False
         try:
             yield

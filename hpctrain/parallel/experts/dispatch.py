@@ -239,7 +239,7 @@ class Dispatch:
 
 
 class _Combine(torch.autograd.Function):
-    """Last step: wait for the results, and return the sum of each token's, weighted by the router.
+    """Last step: wait for the experts' results, and return their sum for each token, weighted by the router.
 
     The backward pass runs first: it starts to send the gradients of the results to the experts, and returns
     the gradient of the weights.

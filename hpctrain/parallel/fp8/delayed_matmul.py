@@ -78,7 +78,8 @@ class DelayedMatmul(QuantizedMatmul):
         self.histories = {
             kind: MaximaHistory(layer_context.tensor.empty(shape, torch.float32).zero_()) for kind in KINDS
         }
-        self._scales_exist: dict[Kind, tuple[int, bool]] = {}  # for a version of the maxima
+        # Version of the maxima, and whether there was a scale in this version.
+        self._scales_exist: dict[Kind, tuple[int, bool]] = {}
 
     @property
     def has_all_scales(self) -> bool:
@@ -88,7 +89,7 @@ class DelayedMatmul(QuantizedMatmul):
     def _has_scales(self, *kinds: Kind) -> bool:
         """Return True if there are scales for these operands.
 
-        Once a step it waits for the device, as long as there are none.
+        While there are none, it waits for the device once per step.
         """
         for kind in kinds:
             maxima = self.histories[kind].maxima
@@ -115,7 +116,7 @@ class DelayedMatmul(QuantizedMatmul):
 
     @override
     def add_weight_gradient(self, output_gradient: Operand, inputs: Operand) -> None:
-        if isinstance(output_gradient, Tensor):  # again, unless nothing needs the gradient of the input
+        if isinstance(output_gradient, Tensor):  # `input_gradient` has recorded it already, if it was called
             self._record("gradients", output_gradient)
         self._class_for(*KINDS).add_weight_gradient(self, output_gradient, inputs)
 
@@ -125,17 +126,17 @@ class DelayedMatmul(QuantizedMatmul):
     ) -> tuple[Tensor, Operand]:
         # Inputs are saved in 8 bits only if backward has all scales, or does not need them.
         kinds: tuple[Kind, ...] = KINDS if self.weights[0].requires_grad else ("inputs", "weights")
-        by = self._class_for(*kinds)
-        if by is QuantizedMatmul:  # Matmul calls `forward`, which records them
+        matmul_class = self._class_for(*kinds)
+        if matmul_class is QuantizedMatmul:  # Matmul calls `forward`, which records them
             self._record_forward(inputs)
-        return by.forward_and_save(self, inputs, bias, sequence_group, compact)
+        return matmul_class.forward_and_save(self, inputs, bias, sequence_group, compact)
 
     @override
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
-        by = self._class_for(*KINDS)
-        if by is QuantizedMatmul:  # otherwise `input_gradient` and `add_weight_gradient` record it
+        matmul_class = self._class_for(*KINDS)
+        if matmul_class is QuantizedMatmul:  # otherwise `input_gradient` and `add_weight_gradient` record it
             self._record("gradients", output_gradient)
-        return by.gather_gradient(self, output_gradient, sequence_group)
+        return matmul_class.gather_gradient(self, output_gradient, sequence_group)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the kind, shard and values of each history, for checkpoints (`KeepsState`)."""
@@ -146,11 +147,11 @@ class DelayedMatmul(QuantizedMatmul):
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:
         """Append the maxima of a completed step. Not called for steps that are skipped."""
         for kind, history in self.histories.items():
-            # There is none of gradients if no layer before this one is trained.
+            # There is no maximum of gradients if no layer before this one is trained.
             maximum = statistics.get(self._statistic_name(kind))
             if maximum is not None:
                 history.append(maximum[0])
-        # A kind whose scale was known still is; this avoids another wait for the device.
+        # Operands that had a scale still have one. Recording this avoids another wait for the device.
         kinds = [kind for kind, (_, exists) in self._scales_exist.items() if exists]
         self._scales_exist = {kind: (self.histories[kind].maxima._version, True) for kind in kinds}
 

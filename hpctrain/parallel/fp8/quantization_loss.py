@@ -12,7 +12,7 @@ from hpctrain.parallel.fp8.formats import exponents_of
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.step_statistics import StepStatistics
 
-_LOST, _SCALES = "fp8 lost", "fp8 scales"
+_COUNTS, _SCALES = "fp8 lost", "fp8 scales"
 _KINDS = ("inputs", "weights", "gradients")
 _BIAS, _NO_NUMBER = 127, 255
 """Bias of exponents as bytes, and the byte of NaN."""
@@ -72,7 +72,7 @@ def record_counts(
     """
     if not statistics.is_detailed:
         return
-    statistics.record_sum(f"{_LOST}/{name}", counts)
+    statistics.record_sum(f"{_COUNTS}/{name}", counts)
     used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(quantized.fp32_scales).int()
     most = [torch.where(used, of, 0).amax() for of in (exponents, _NO_NUMBER - exponents)]
     statistics.record_max(f"{_SCALES}/{name}", torch.stack(most))
@@ -80,21 +80,23 @@ def record_counts(
 
 def is_count(name: str) -> bool:
     """Return True for the name of counts of elements, to which all ranks with the same matrix add."""
-    return name.startswith(f"{_LOST}/")
+    return name.startswith(f"{_COUNTS}/")
 
 
 def count_losses(matrix: Tensor, quantized: QuantizedTensor) -> Tensor:
     """Return the numbers of saturated, underflowed and all elements of a matrix [m, k]: int64 [3]."""
     blocks, most = quantized.blocks, quantized.fp32_scales * quantized.form.largest
     bits, count = quantized.values.view(torch.uint8), blocks.conversion_rows(matrix)
-    beyond = gone = torch.zeros((), dtype=torch.int64, device=matrix.device)
+    saturated = underflowed = torch.zeros((), dtype=torch.int64, device=matrix.device)
     for first in range(0, len(matrix), count):  # so that temporary tensors are small
         rows = slice(first, first + count)
         row = 0 if blocks.rows is None else first // blocks.rows
         parts = blocks.to_blocks(matrix[rows])
-        beyond = beyond + (parts.abs() > most[row : row + len(parts), None, :, None]).sum()
-        gone = gone + matrix[rows].count_nonzero() - bits[rows].bitwise_and(0x7F).count_nonzero()
-    return torch.stack((beyond, gone, torch.full_like(beyond, matrix.numel())))
+        saturated = saturated + (parts.abs() > most[row : row + len(parts), None, :, None]).sum()
+        underflowed = (
+            underflowed + matrix[rows].count_nonzero() - bits[rows].bitwise_and(0x7F).count_nonzero()
+        )
+    return torch.stack((saturated, underflowed, torch.full_like(saturated, matrix.numel())))
 
 
 def loss_metrics(statistics: Mapping[str, Tensor]) -> Row | None:
@@ -108,9 +110,9 @@ def loss_metrics(statistics: Mapping[str, Tensor]) -> Row | None:
     scales: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for name, values in statistics.items():
         what, *others = name.split("/")
-        if what in {_LOST, _SCALES}:
+        if what in {_COUNTS, _SCALES}:
             weight, kind, _ = others
-            (counts if what == _LOST else scales)[name_without_block(weight), kind].append(values.cpu())
+            (counts if what == _COUNTS else scales)[name_without_block(weight), kind].append(values.cpu())
     if not counts:
         return None
     layers = list(dict.fromkeys(layer for layer, _ in counts))

@@ -44,13 +44,15 @@ class ScaleBlocks(NamedTuple):
 
     def to_blocks(self, matrix: Tensor) -> Tensor:
         """Return the blocks of a matrix [m, k] as [M, rows, K, columns]: a view, or a padded copy."""
-        (rows, columns), (below, beside) = matrix.shape, self.counts((matrix.shape[0], matrix.shape[1]))
+        rows, columns = matrix.shape
+        block_rows, block_columns = self.counts((rows, columns))
         each_rows = max(1, rows) if self.rows is None else self.rows
         each_columns = max(1, columns) if self.columns is None else self.columns
-        missing = (below * each_rows - rows, beside * each_columns - columns)
+        missing = (block_rows * each_rows - rows, block_columns * each_columns - columns)
         if any(missing):
             matrix = functional.pad(matrix, (0, missing[1], 0, missing[0]))
-        blocks: Tensor = matrix.unflatten(1, (beside, each_columns)).unflatten(0, (below, each_rows))
+        by_column = matrix.unflatten(1, (block_columns, each_columns))
+        blocks: Tensor = by_column.unflatten(0, (block_rows, each_rows))
         return blocks
 
     def from_blocks(self, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -63,10 +65,10 @@ class ScaleBlocks(NamedTuple):
 
         Smaller blocks are not padded, which would take the memory of another matrix.
         """
-        for rows, below, height in _block_ranges(matrix.shape[0], self.rows):
-            for columns, beside, width in _block_ranges(matrix.shape[1], self.columns):
+        for rows, block_rows, height in _block_ranges(matrix.shape[0], self.rows):
+            for columns, block_columns, width in _block_ranges(matrix.shape[1], self.columns):
                 blocks = matrix[rows, columns].unflatten(1, (-1, width)).unflatten(0, (-1, height))
-                blocks.mul_(factors[below, None, beside, None])
+                blocks.mul_(factors[block_rows, None, block_columns, None])
 
     def conversion_rows(self, matrix: Tensor) -> int:
         """Return the number of rows of a matrix that the CPU converts at a time: about `AT_ONCE` elements.
@@ -101,8 +103,8 @@ def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
     parts = [
         _largest_magnitudes(blocks.to_blocks(part)) for part in matrix.split(blocks.conversion_rows(matrix))
     ]
-    together = torch.cat(parts)
-    return (together.amax(0, keepdim=True) if blocks.rows is None else together).float()
+    maxima = torch.cat(parts)
+    return (maxima.amax(0, keepdim=True) if blocks.rows is None else maxima).float()
 
 
 def _largest_magnitudes(blocks: Tensor) -> Tensor:
@@ -243,7 +245,7 @@ class Scaling:
             part = matrix[first : first + count]
             shape = (len(part), columns)
             row = 0 if blocks.rows is None else first // blocks.rows
-            own = scales[row : row + blocks.counts(shape)[0]]
-            rounded = to_format(blocks.to_blocks(part) / own[:, None, :, None], form)
+            row_scales = scales[row : row + blocks.counts(shape)[0]]
+            rounded = to_format(blocks.to_blocks(part) / row_scales[:, None, :, None], form)
             values[first : first + count] = blocks.from_blocks(rounded, shape)
         return values

@@ -47,13 +47,13 @@ class ScalingRecipe:
     delayed: bool = False
 
 
-_WHOLE = Scaling(ScaleBlocks())
+_TENSOR = Scaling(ScaleBlocks())
 _ROW = Scaling(ScaleBlocks(rows=1))
 _MX = Scaling(ScaleBlocks(1, MX_BLOCK), as_bytes=True)
 
 RECIPES: Mapping[str, ScalingRecipe] = {
-    "tensor": ScalingRecipe(_WHOLE, _WHOLE),
-    "delayed": ScalingRecipe(_WHOLE, _WHOLE, delayed=True),
+    "tensor": ScalingRecipe(_TENSOR, _TENSOR),
+    "delayed": ScalingRecipe(_TENSOR, _TENSOR, delayed=True),
     "row": ScalingRecipe(_ROW, _ROW),
     "block": ScalingRecipe(Scaling(ScaleBlocks(1, BLOCK)), Scaling(ScaleBlocks(BLOCK, BLOCK))),
     "mx": ScalingRecipe(_MX, _MX),

@@ -15,6 +15,7 @@ from hpctrain.parallel.kernels.timing import MEASUREMENT
 FILE = "products.json"
 
 _FILE_BYTES, _MOST_PROCESSORS = 1 << 20, 20
+"""Largest size of the file, and largest number of types of processors in it."""
 
 MOST_KNOWN, LONGEST_NAME = 500, 1000
 """Largest number of stored choices of a processor or run, and length of a name."""

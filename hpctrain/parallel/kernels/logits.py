@@ -110,7 +110,7 @@ class CompiledSoftmaxStatistics(SoftmaxStatistics):
         self._extreme, self.total, self.at_column = torch.empty(3, len(x))
         results = self._extreme, self.total, self.at_column
         self._library.softmax_statistics(x, column, *results, *self._sizes())
-        # Scaled afterwards, so that the exponential of the largest logit is one, however it rounds.
+        # Scale the maximum like each logit, so that the exponential of the largest one is exactly one.
         largest = self._extreme * abs(self._logits.multiplier)
         self.maximum = largest.clamp_min_(torch.finfo(torch.float32).min)
 

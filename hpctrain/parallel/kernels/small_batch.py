@@ -113,7 +113,7 @@ def find_block_size(
         )
 
     for block in (*range(_STEP, inputs, _STEP), inputs):
-        # A corner excludes most blocks quickly.
+        # A few rows and columns exclude most block sizes quickly.
         if torch.equal(few_rows(functions, rows[:2], weight[some], None, block), many[0][:2, some]):
             return block if agrees(block) else None
     return None

@@ -30,6 +30,7 @@ _SHORTEST = 256
 """Smallest side of a part of a larger product."""
 
 _SECONDS, _ROUNDS = 1.0, 7
+"""Time that the rounds of a measurement may take together, and the largest number of rounds."""
 _GAIN = 1.02
 """Factor by which another kernel must be faster.
 
@@ -135,7 +136,7 @@ def measure(
     passes: Sequence[MatmulPass],
     storage: torch.dtype,
     gradient: torch.dtype,
-    together: Callable[[float], float] = lambda seconds: seconds,
+    longest_over_ranks: Callable[[float], float] = lambda seconds: seconds,
 ) -> list[dict[str, float]]:
     """Return the seconds of each pass by each available kernel, by its name. Takes about a second.
 
@@ -145,8 +146,8 @@ def measure(
         passes: Passes to measure.
         storage: Format of the operands.
         gradient: Format of weight gradients.
-        together: Returns the longest time of all ranks that measure at the same time, so that they make
-            equally many rounds.
+        longest_over_ranks: Returns the longest time of all ranks that measure at the same time, so that
+            they make equally many rounds.
     """
     threads, kernels = torch.get_num_threads(), candidates(storage)
     most = float(FLOPS * threads)
@@ -159,7 +160,7 @@ def measure(
         operands = Operands(each, storage, gradient)
         seconds[each] = {kernel.name: inf for kernel in kernels if not operands.agrees(kernel)}
         _measure_once(operands, kernels, seconds[each], now)
-    rounds = max(1, min(_ROUNDS, int(_SECONDS / max(together(now() - start), 1e-9))))
+    rounds = max(1, min(_ROUNDS, int(_SECONDS / max(longest_over_ranks(now() - start), 1e-9))))
     for each in dict.fromkeys(shortened):
         operands = Operands(each, storage, gradient)
         for _ in range(rounds):

@@ -30,7 +30,7 @@ class CompiledFunctions(LayerFunctions):
     They compute in one thread, with tensors in fp32 and bf16.
 
     Args:
-        library: The library. Without one they can be planned with, but not computed.
+        library: The library. Without one, plans can use the object, but it cannot compute.
         note: Why these functions are used, or which compiler made the library, for the log of the run.
         library_checksums: Checksums of the compiled libraries of all nodes, as text; "" without one.
     """
@@ -135,8 +135,8 @@ class _RmsNorm(torch.autograd.Function):
 def _even_tokens(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
     """Return x, the stride of its tokens, and the numbers of tokens, of rows of each, and of features.
 
-    Heads [s, b, heads, d] may lie between others, if one stride leads from each token to the next. All rows
-    of other tensors are one token, and are copied unless they are contiguous.
+    Heads [s, b, heads, d] may be a slice of a larger tensor, if one stride leads from each token to the next.
+    All rows of other tensors are one token, and are copied unless they are contiguous.
     """
     if x.dim() == 4:
         sequence, batch, heads, features = x.shape

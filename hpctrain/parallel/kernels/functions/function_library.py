@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-_LANES, _ROWS, _PANEL, _BLOCK = 16, 64, 32, 1024  # as in functions.c
-PAGE, HIGHEST = _PANEL, 8  # tokens of a page there, and the most queries at a time
+_LANES, _ROWS, _PANEL, _BLOCK = 16, 64, 32, 1024
+"""Constants of the same names in `functions.c`."""
+PAGE, HIGHEST = _PANEL, 8
+"""Tokens of a page, and the largest number of queries that are computed at a time."""
 
 
 class Heads(ctypes.Structure):
