@@ -20,11 +20,11 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """Name of the model at the start of a run."""
+        """Name of the model, printed at the start of a run."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """Notes for the start of a run, a sentence each."""
+        """Notes that are printed at the start of a run, one sentence each."""
         return ()
 
     @property

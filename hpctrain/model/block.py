@@ -54,9 +54,9 @@ class TransformerLayer(Layer):
 
     def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
         """Return `self(x, context)`, with the layer's parameters gathered in forward and backward."""
-        unseen = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
-        if unseen and any(parameter.requires_grad for parameter in self.all_parameters):
-            x = x.detach().requires_grad_()  # so that a hook sees the end of its backward pass
+        needs_hook = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
+        if needs_hook and any(parameter.requires_grad for parameter in self.all_parameters):
+            x = x.detach().requires_grad_()  # so that the backward pass of the layer ends at a hook
         return residency.run_layer(self.gather_keys[0], partial(self, context=context), x)
 
 

@@ -59,8 +59,8 @@ class RoutingChoices:
 class AuxiliaryLosses:
     """Losses that layers add in one micro-batch, such as the load balancing of a mixture of experts.
 
-    All parts of a model on this rank get the same record. A recomputed layer adds its loss again, which
-    counts once in the metrics.
+    All parts of a model on this rank share one object. A recomputed layer adds its loss again, which counts
+    once in the metrics.
 
     Args:
         scale: Factor of the losses in the gradient; None if there is no backward pass.
@@ -143,9 +143,9 @@ class ModelInputs:
         positions: Global positions of the local piece of the sequence, int64 [s]. With a `cache`, those of
             each row in its own text.
         dropout: Source of dropout masks. None if nothing is dropped.
-        auxiliary_losses: Takes what layers add to the losses.
+        auxiliary_losses: Collects the losses that layers add.
         samples: Number of rows that are samples; the other rows follow them. None if all rows are samples.
-        choices: Gives routers their experts, or takes which ones they chose.
+        choices: Prescribes the experts of routers, or records those that they choose.
         documents: Documents of whole sequences. Attention stays within one, and learned positions count
             from its beginning. None if each sequence is one document.
         cache: Keys and values of texts that are continued. Then b is 1, and s is any rows of any texts.

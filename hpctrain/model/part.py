@@ -176,8 +176,7 @@ class ModelPart(Protocol):
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
         """Return the result of `compute` for the output of the last part, with its parameters gathered.
 
-        `compute` gets what the part hands over. This is the head and the last hidden states for a
-        Transformer.
+        A Transformer passes its head and the last hidden states to `compute`.
         """
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:

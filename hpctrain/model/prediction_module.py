@@ -51,7 +51,7 @@ class PredictionModule(TransformerBlock):
         """Return the normalized hidden states of this depth, [s or s/t, b, h].
 
         Args:
-            x: Embeddings, and below them the hidden states of the depth before: [2 s or 2 s/t, b, h].
+            x: Embeddings and hidden states of the previous depth, concatenated: [2 s or 2 s/t, b, h].
             context: Inputs of the pass.
         """
         embedded, hidden = x.chunk(2)

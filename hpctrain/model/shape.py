@@ -124,13 +124,13 @@ class ModelShape(Architecture):
         """
         if deck.model.module is not None:
             raise HpctrainError(deck.problem("model.module", "is unsupported here: built-in models only"))
-        settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
-        settled["width_scaling"] = WidthScaling.of(deck)
-        settled["packed"] = deck.data.document_mask
-        settled["head"] = "scalar" if deck.objective.kind in SCORE_KINDS else "vocabulary"
-        settled["tied"] = deck.model.tied and settled["head"] == "vocabulary"
-        names = {field.name for field in fields(ModelShape)} - settled.keys()
-        return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
+        derived: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
+        derived["width_scaling"] = WidthScaling.of(deck)
+        derived["packed"] = deck.data.document_mask
+        derived["head"] = "scalar" if deck.objective.kind in SCORE_KINDS else "vocabulary"
+        derived["tied"] = deck.model.tied and derived["head"] == "vocabulary"
+        names = {field.name for field in fields(ModelShape)} - derived.keys()
+        return ModelShape(**{name: getattr(deck.model, name) for name in names}, **derived)
 
     def rotates(self, block: int) -> bool:
         """Return True if the attention of a block rotates queries and keys."""

@@ -123,8 +123,8 @@ class Embedding(TransformerLayer):
 class Predictor(TransformerLayer):
     """Final norm, modules of multi-token prediction if there are any, and output layer.
 
-    Only training computes the modules. The results of all depths are then side by side, as sequences of a
-    larger micro-batch.
+    Only training computes the modules. The results of all depths are then concatenated along the batch
+    dimension.
 
     Args:
         shape: Sizes of the model.
@@ -223,8 +223,8 @@ class Predictor(TransformerLayer):
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         yield None, [self.head.table]
         for module in reversed(self.prediction_modules):
-            for held, added in module.backward_order():
-                yield module.gather_keys[0] if held is None else held, added
+            for gathered, added in module.backward_order():
+                yield module.gather_keys[0] if gathered is None else gathered, added
         if (lookup := self.lookup[0]) is not None:
             yield None, [lookup.table]
         if self.norm.weight is not None:

@@ -1,4 +1,4 @@
-"""Changes with a model's width beside its sizes: multipliers, initial deviations and learning rates (muP).
+"""Scaling of multipliers, initial deviations and learning rates with a model's width (muP).
 
 Maximal update parametrization, Tensor Programs V (arXiv 2203.03466), table 8, relative to a base width at
 which nothing changes. Settings that are good for a narrow model, such as the learning rate, are then good for
@@ -86,10 +86,10 @@ def _sgd_rate_factor(scaling: WidthScaling, initial: Initial) -> float:
 
 
 def _muon_rate_factor(scaling: WidthScaling, initial: Initial) -> float:
-    """Return the factor for updates of one spectral norm.
+    """Return the factor for updates whose spectral norm does not depend on the width.
 
-    What they add to hidden values is of one size. Routers are an exception, since their rows get longer
-    updates the more values they sum.
+    Neither does their effect on hidden values. Routers are an exception: the more values their rows sum, the
+    longer are the updates of these rows.
     """
     return 1.0 if initial in HIDDEN else 1 / sqrt(scaling.width)
 

@@ -77,7 +77,8 @@ class QueryKeyNorm(nn.Module):
             shared: True if the ranks that hold the same keys have equal values, which count once; False if
                 each of these ranks has one summand of the value.
 
-        Returns: For each tensor the means, [s, b, heads or 1, 1].
+        Returns:
+            Means of each tensor, [s, b, heads or 1, 1].
         """
         if not self.joint:
             return [product.mean(-1, keepdim=True) for product in products]
@@ -140,7 +141,7 @@ class _QueryKeyNormAutograd(torch.autograd.Function):
         for g, x, mean, inverse, holders in zip(
             normed_gradients, normed, means, inverses, (1, norm.key_holders), strict=True
         ):
-            # Gradients of replicas of the same keys are summed later, so each replica computes its share.
+            # Gradients of ranks with the same keys are summed later, so each of them computes its share.
             share = mean / holders if norm.joint else mean
             x_gradient = g - x * share
             if norm.centered:

@@ -18,8 +18,8 @@ _ROUNDING = 2.0**-7
 class QueryKeyValueClip:
     """Clamp of the features of a projection to [-bound, bound].
 
-    It saves its result alone, whose memory attention keeps, too. Features at the bound, or rounded to it by
-    the dtype of activations, have no gradient.
+    It saves only its result, which attention saves as well. Features at the bound, or rounded to it by the
+    dtype of activations, have no gradient.
 
     Args:
         bound: Largest absolute value.

@@ -20,7 +20,7 @@ class RotaryFrequencies:
     Attributes:
         head_size: Number of features of an attention head that are rotated in pairs.
         base: Base of the frequencies: that of pair i is base ** (-2 i / head_size) before scaling.
-        scaling: Scaling of the frequencies for sequences that got longer; None for none.
+        scaling: Scaling of the frequencies for sequences longer than those of pretraining; None for none.
         sequence: Number of tokens of the text, on which "dynamic" and "longrope" depend.
         unrotated: Number of further features of a head, which are not rotated.
     """
@@ -101,7 +101,7 @@ class RotaryFrequencies:
         return float(self.base * longer ** (self.head_size / (self.head_size - 2)))
 
     def _by_index(self, frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-        """Divide the low frequencies by the factor, and those between partly, by their index (YaRN)."""
+        """Divide low frequencies by the factor, keep high ones, and interpolate by index (YaRN)."""
         first, last = (self._index(scaling, turns) for turns in (scaling.beta_fast, scaling.beta_slow))
         if scaling.truncate:
             first, last = floor(first), ceil(last)
@@ -169,11 +169,11 @@ class Rotary:
 
 
 def _by_wavelength(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the low frequencies by the factor, and those between partly, by their turns (Llama 3)."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate by wavelength (Llama 3)."""
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = _original(scaling) * frequencies / (2 * pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+    undivided = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * (1 - undivided) + frequencies * undivided
 
 
 def _original(scaling: RopeScaling) -> int:

@@ -3,8 +3,8 @@
 A few of the experts compute each token.
 
 The tokens of a rank are split over the tensor axis before they are routed, with or without sequence
-parallelism. So every rank of a stage sends other tokens to the experts. The experts are on the same ranks,
-in groups of their own.
+parallelism. So each rank of a stage routes different tokens. The experts are on the same ranks, in groups of
+their own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Mixture(nn.Module):
         layer_context = self.layer_context
         sizes = self.layer_context.row_sizes(inputs.tokens.numel())
         first = sum(sizes[: self.layer_context.tensor.rank])
-        own = slice(first, first + sizes[self.layer_context.tensor.rank])
+        local_range = slice(first, first + sizes[self.layer_context.tensor.rank])
         flat = x.flatten(0, 1)
         split = self.layer_context.tensor.size > 1 and not self.layer_context.sequence_parallel
         take, gather = partial(self._take_local_rows, sizes), partial(self._gather_rows, sizes)
@@ -69,7 +69,7 @@ class Mixture(nn.Module):
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             # Backward must run through both ends of the exchange, even if all before it is frozen.
             rows = rows if rows.requires_grad else rows.detach().requires_grad_()
-        tokens = RoutedTokens.of(inputs, own)
+        tokens = RoutedTokens.of(inputs, local_range)
         routing = self.router(rows, tokens, inputs)
         unit = row_unit(rows.dtype, rows.device)
         dispatch = Dispatch(
@@ -80,15 +80,15 @@ class Mixture(nn.Module):
             layer_context.expert_tensor,
             unit,
         )
-        coming = dispatch.send(tokens.select(rows))
+        arriving = dispatch.send(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
         if self.shared_gate is not None and shared is not None:
             shared = self.shared_gate(shared, x)
         compute = partial(self.experts, segments=dispatch.segments, deferred_work=dispatch.deferred_work)
-        results = residency.run_layer(self.experts.gate_up, compute, dispatch.receive(coming))
+        results = residency.run_layer(self.experts.gate_up, compute, dispatch.receive(arriving))
         combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
-        whole = exchange(combined, gather, take) if split else combined
-        output = whole.view_as(x)
+        all_rows = exchange(combined, gather, take) if split else combined
+        output = all_rows.view_as(x)
         return output if shared is None else output + shared
 
     def _take_local_rows(self, sizes: Sequence[int], rows: Tensor) -> Tensor:

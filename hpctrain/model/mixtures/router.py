@@ -170,13 +170,13 @@ class Router(nn.Module):
         if chosen < groups:
             of_group = scores.unflatten(1, (groups, -1))
             best = of_group.topk(min(settings.router_group_best, of_group.shape[2]), 2).values.sum(2)
-            among = _top_experts(best, chosen)
-            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, among, value=True)
+            best_groups = _top_experts(best, chosen)
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best_groups, value=True)
             scores = of_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
         return _top_experts(scores, settings.per_token)
 
     def within_capacity(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor | None:
-        """Return which choices [n, k] are followed: bool, or None if all are.
+        """Return True for choices [n, k] within the capacity of their expert; None if all are.
 
         An expert takes no more than its capacity of the micro-batch's real tokens: the first ones by sample
         and position. A choice that is dropped contributes zeros to the result of its token, and the weights
@@ -190,18 +190,18 @@ class Router(nn.Module):
         most = ceil(settings.capacity * total * settings.per_token / settings.count)
         # Padding is sent along, after all real tokens, since other ranks do not know how much there is.
         order = tokens.expand(tokens.samples * length + tokens.positions, inputs.rows * length)
-        own = torch.cat((order.unsqueeze(1), tokens.expand(experts)), dim=1)
+        local_choices = torch.cat((order.unsqueeze(1), tokens.expand(experts)), dim=1)
         group = self.layer_context.micro_batch
         sizes = self.layer_context.row_sizes(inputs.tokens.numel()) * self.layer_context.context.size
-        every = group.all_gather(own, sizes=sizes)
-        places = torch.empty_like(every[:, 0])
-        places[every[:, 0].argsort()] = torch.arange(len(every), device=every.device)
+        all_choices = group.all_gather(local_choices, sizes=sizes)
+        places = torch.empty_like(all_choices[:, 0])
+        places[all_choices[:, 0].argsort()] = torch.arange(len(all_choices), device=all_choices.device)
         first = sum(sizes[: group.rank])
-        counts_before = experts.new_zeros(len(every), settings.count).index_put_(
-            (places.unsqueeze(1), every[:, 1:]), experts.new_ones(())
+        counts_before = experts.new_zeros(len(all_choices), settings.count).index_put_(
+            (places.unsqueeze(1), all_choices[:, 1:]), experts.new_ones(())
         )
-        own_places = tokens.select(places[first : first + tokens.rows])
-        return counts_before.cumsum(0)[own_places].gather(1, experts) <= most
+        local_places = tokens.select(places[first : first + tokens.rows])
+        return counts_before.cumsum(0)[local_places].gather(1, experts) <= most
 
     def _real_tokens(self, inputs: ModelInputs) -> int:
         """Return how many tokens of the whole micro-batch are real."""

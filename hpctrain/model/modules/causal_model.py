@@ -1,7 +1,7 @@
 """Causal language models of the installed `transformers`, described by their configuration alone.
 
-A folder of Hugging Face whose architecture hpctrain does not have itself becomes a user's module. Its class
-is always one of `transformers` itself: code in the folder, kernels from a hub and pickles are never used.
+A Hugging Face folder whose architecture is not built into hpctrain becomes a user's module. Its class is
+always one of `transformers` itself: code in the folder, kernels from a hub and pickles are never used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CODE_KEYS = (
     "experts_implementation",
     "_experts_implementation",
 )
-"""Keys of config.json that choose code. The choice is not the file's."""
+"""Keys of config.json that choose code. They are ignored: a file must not choose code."""
 
 _FILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of config.json that describe the files, not the model."""
@@ -51,7 +51,7 @@ _NOT_CAUSAL: Mapping[str, str] = {
 }
 """Types of models that `transformers` calls causal, and why they are not."""
 
-_OF_ENCODERS: Mapping[str, object] = {
+_ENCODER_VALUES: Mapping[str, object] = {
     "causal": False,
     "is_causal": False,
     "is_decoder": False,
@@ -135,7 +135,7 @@ def _config_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def sequence_note(config: Mapping[str, Any], sequence: int) -> str:
-    """Return that sequences are longer than those of a config.json, for messages; "" if they are not."""
+    """Return a note for messages if sequences are longer than those of a config.json, else ""."""
     lengths = ((key, config.get(key)) for key in _LENGTHS)
     key, length = next((each for each in lengths if _is_size(each[1])), ("", sequence))
     return f" (more than {key} = {length})" if sequence > cast(int, length) else ""
@@ -172,7 +172,7 @@ def _parse_config(text: str, where: str) -> dict[str, Any]:
 
 def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     """Build the model of a config.json; see `build_causal_model`."""
-    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # kernels from a hub are code that nobody has looked at
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # kernels from a hub are code that nobody has reviewed
     require("transformers", "a model that hpctrain does not have itself")
 
     with checked_warnings() as problems:
@@ -187,7 +187,7 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
         raise HpctrainError(f"{where}: {problems[0]}")
     depends = config["model_type"] not in _ALWAYS_CAUSAL and reads_key([type(model)], "is_decoder")
     ignored = () if depends else ("is_decoder",)
-    for name, value in _OF_ENCODERS.items():
+    for name, value in _ENCODER_VALUES.items():
         if getattr(model.config, name, None) == value and name not in ignored:
             raise HpctrainError(
                 f"{where}: {name} = {value!r}: this {type(model).__name__} is an encoder, whose predictions "

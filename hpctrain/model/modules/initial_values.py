@@ -1,8 +1,8 @@
 """Initial values of a user's module: those that its own code computes.
 
 Every rank builds the module once in host memory, with random numbers that depend on the seed alone, and takes
-the elements that it owns by name. So the values are equal on every layout. During that moment a rank needs
-memory for one copy in the module's own dtypes.
+the elements that it owns by name. So the values are equal on every layout. While it builds the module, a rank
+needs memory for one copy in the module's own dtypes.
 """
 
 from __future__ import annotations

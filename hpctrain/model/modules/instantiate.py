@@ -19,6 +19,7 @@ from hpctrain.model.modules.causal_model import build_causal_model
 from hpctrain.text import article, nearest
 
 _CONFIG_BYTES = 1 << 24
+"""Largest size of a config.json."""
 
 
 def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
@@ -67,7 +68,7 @@ def _refuse_remote_code(folder: str, arguments: Mapping[str, Any]) -> None:
     try:
         content = parse_json(read_text(path, _CONFIG_BYTES))
     except (OSError, ValueError):
-        return  # transformers reports it, or knows the name of a model on a hub
+        return  # transformers reports the error, or `folder` is the name of a model on a hub
     for name in remote_code("config", content):
         argument = name.key.partition(".")[2]
         if argument not in arguments:

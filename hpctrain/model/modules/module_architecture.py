@@ -31,6 +31,7 @@ from hpctrain.model.precision import Precision
 from hpctrain.text import counted, nearest
 
 _MOST_TIED = 3
+"""Largest number of notes about tied parameters, with one for all others."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,8 @@ def _training_problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str
             kind = str(each.dtype).removeprefix("torch.")
             yield "model.module", f"has a parameter {name} of unsupported type {kind}"
     layout = deck.layout
-    if layout.tensor > 1 or deck.model.module != CAUSAL_MODEL:  # the key comes from the model itself
+    # The plan of a CAUSAL_MODEL comes from the model itself.
+    if layout.tensor > 1 or deck.model.module != CAUSAL_MODEL:
         plan = plan_of(module, deck.model.plan, layout.tensor, layout.sequence_parallel)
         yield from (("model.plan", sentence) for sentence in plan.problems)
     if persistent and deck.model.buffers is None:

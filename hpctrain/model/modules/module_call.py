@@ -68,9 +68,9 @@ class ModuleCall:
     def convert(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return fields as the module takes them: contiguous, and if floating-point in its own dtype."""
         kinds = (parameter.dtype for parameter in self.module.parameters())
-        own = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
+        dtype = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
         return {
-            name: (field.to(own) if field.is_floating_point() else field).contiguous()
+            name: (field.to(dtype) if field.is_floating_point() else field).contiguous()
             for name, field in fields.items()
         }
 

@@ -41,7 +41,7 @@ class ModuleLayer(Layer):
         borrowed: Parameters of another part to whose gradients this layer adds, too.
 
     Attributes:
-        keeps: Owner of further state, such as the buffers of the module; None if there is none.
+        state_owner: Owner of further state, such as the buffers of the module; None if there is none.
         owner: The part that has the layer, and the layer's index in it.
     """
 
@@ -62,8 +62,8 @@ class ModuleLayer(Layer):
         self.borrowed, self.sequence = tuple(borrowed), sequence
         self.kind, self._matrices = LayerKind(kind), matrices_in(modules)
         layers = (each if isinstance(each, SplitLinear) else replaced.get(each) for each in modules)
-        self._product_layers = [each for each in layers if each is not None]  # not as submodules
-        self.keeps: object = None
+        self._product_layers = [each for each in layers if each is not None]  # in a list: no submodules
+        self.state_owner: object = None
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)
 

@@ -76,7 +76,7 @@ class ModulePart(nn.Module):
         )
         self.names, self.layers, self.forward_pass = contents.names, contents.layers, contents.forward_pass
         self.module_buffers = contents.buffers
-        self.layers[0].keeps = contents.buffers if contents.buffers.persistent else None
+        self.layers[0].state_owner = contents.buffers if contents.buffers.persistent else None
         self._gathered = ExitStack()
         forwards = {name: each.forward for name, each in contents.calls.items()}
         for (name, block), layer in zip(contents.blocks.items(), self.layers[1:-1], strict=True):
@@ -112,8 +112,8 @@ class ModulePart(nn.Module):
         inputs_text = ", ".join(
             f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._module_call.field_names
         )
-        apart = self.layer_context.weight_gradients.outside_run()
-        with self._reported_errors(inputs_text), apart, ExitStack() as stack:
+        outside = self.layer_context.weight_gradients.outside_run()
+        with self._reported_errors(inputs_text), outside, ExitStack() as stack:
             self._gathered = stack
             self._gather_layer(self.layers[0])
             if len(self.layers) == 2:
@@ -158,7 +158,7 @@ class ModulePart(nn.Module):
         return StageMessage.of(find_call_order(self.architecture)).dtype
 
     def note_call(self, block: str) -> None:
-        """Note a call of a block, given its name, for `_require_recorded`."""
+        """Record a call of a block, given its name, for `_require_recorded`."""
         if torch.is_grad_enabled():
             self._unrecorded.discard(block)  # code that recomputes blocks calls them again in backward
         elif self._recording:
@@ -213,7 +213,7 @@ class ModulePart(nn.Module):
             and isinstance(parameter, LayerGradientParameter)
             and not parameter.lookup_gradients
         ):
-            # This gradient comes from uses outside of linear layers, which report when theirs is complete.
+            # This gradient comes from uses outside of linear layers, which report their own additions.
             assert parameter.gradient is not None
             parameter.gradient.add_(parameter.grad)
             parameter.grad = None
@@ -226,7 +226,7 @@ class ModulePart(nn.Module):
             parameter.mark_gradient_added()
 
     def _begin_backward(self, hidden: Tensor | None, gradient: Tensor) -> None:  # noqa: ARG002
-        """Have `_end_backward` called at the end of a backward pass that begins at the module's result."""
+        """Let autograd call `_end_backward` at the end of a backward pass from the module's result."""
         if self.layer_context.weight_gradients.running and not self._backward_running:
             self._backward_running = True
             end = partial(self._end_backward, hidden)

@@ -182,7 +182,7 @@ class _ParameterReplacement:
         partial_gradients: Parameters whose gradients are summed over tensor ranks.
         layer_gradients: Parameters whose gradients their layers add to buffers.
         shared_parameters: Parameters of another part on this rank, by name.
-        placeholder: Zero of no dimensions, which parameters of other stages expand.
+        placeholder: 0-dim zero, which is expanded to the shapes of other stages' parameters.
     """
 
     stage: StageSlice | None

@@ -24,10 +24,10 @@ def freeze_parameters(parts: Sequence[ModelPart], patterns: Sequence[str]) -> No
 def freeze_all_but_adapters(part: ModelPart) -> None:
     """Freeze all parameters except adapters and a scalar head, which has no pretrained values."""
     modules = [module for layer in part.layers for module in layer.modules()]
-    kept = {parameter for each in modules if isinstance(each, LayerAdapters) for parameter in each.weights}
-    kept |= {each.table for each in modules if isinstance(each, ScalarHead)}
+    trained = {parameter for each in modules if isinstance(each, LayerAdapters) for parameter in each.weights}
+    trained |= {each.table for each in modules if isinstance(each, ScalarHead)}
     for parameter in parameter_list(part):
-        if parameter not in kept:
+        if parameter not in trained:
             parameter.requires_grad_(False)
             parameter.has_weight_decay = False
 

@@ -20,10 +20,11 @@ from hpctrain.parallel.random import key_of, normal
 from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 _CHUNK = 1 << 16
+"""Number of elements that are drawn at a time."""
 
 
 def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation: float) -> None:
-    """Fill memory with elements of the local piece of a tensor of normal random numbers.
+    """Fill a flat tensor with elements of this rank's piece of a normally distributed tensor.
 
     Args:
         target: Flat fp32 tensor to fill. What is beyond the end of the piece becomes zero.

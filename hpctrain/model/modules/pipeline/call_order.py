@@ -1,9 +1,9 @@
 """Order in which a module calls its blocks, what each call returns, and where parameters are used.
 
-One pass on torch's device "meta" finds them. Each operation is observed, so that it is known of every tensor
-from which parameters and from which results of calls it was computed. Tensors that depend on neither are
-computed by every pipeline stage, and have values in this pass, so that the module's code may depend on them.
-Results that a later stage uses are sent between stages.
+One pass on torch's device "meta" finds them. It observes each operation, and records from which parameters
+and results of calls each tensor was computed. Tensors that depend on neither are computed by every pipeline
+stage, and have values in this pass, so that the module's code may depend on them. Results that a later stage
+uses are sent between stages.
 
 Positions count through a pass: block number i is at position 2 i + 1, and what runs before it at 2 i.
 """

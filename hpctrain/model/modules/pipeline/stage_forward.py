@@ -73,7 +73,7 @@ class StageForward(ModuleForward):
 
     Args:
         stage: The slice of the pass that this stage computes.
-        message: Size of what is sent between stages. Less may be used.
+        message: Size of the messages between stages, whose end may be unused.
         device: Device of the part.
         parameters: Parameters of the part.
     """
@@ -174,7 +174,7 @@ class StageForward(ModuleForward):
         """Return the tensors that are sent, one after the other, as [elements, 1, 1]."""
         pieces = [self._results[source].reshape(-1).to(self.message.dtype) for source in self.sent]
         if torch.is_grad_enabled() and not any(piece.requires_grad for piece in pieces):
-            # A backward pass must run all the same: other stages wait for it.
+            # A backward pass must run even so, because other stages wait for it.
             trained = [parameter for parameter in self.parameters if parameter.requires_grad]
             pieces += [p.reshape(-1)[:0].to(self.message.dtype) for p in trained[:1]]
             pieces += [anchor] if anchor is not None else []

@@ -10,6 +10,7 @@ from torch import nn
 from hpctrain.text import nearest
 
 _MOST_NAMES = 6
+"""Largest number of names in a suggestion."""
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
@@ -48,8 +49,8 @@ class ModuleNames:
 
     def owner(self, name: str) -> str:
         """Return the first name of the module that has a parameter of this name."""
-        home = name.rpartition(".")[0]
-        return self.first[id(self.modules[home])] if home else ""
+        owner_name = name.rpartition(".")[0]
+        return self.first[id(self.modules[owner_name])] if owner_name else ""
 
     def no_match_message(self, pattern: str) -> str:
         """Return the message that nothing matches a pattern, with a suggestion."""

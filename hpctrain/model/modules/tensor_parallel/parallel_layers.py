@@ -332,7 +332,7 @@ def split_embedding(
     split = SplitEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, SplitEmbedding), {})
     embedding.__class__ = split
     lookup = _BatchFirstEmbedding(table, layer_context, embedding.padding_idx)
-    vars(embedding)["lookup"] = lookup  # not as a submodule, whose parameters the module would have, too
+    vars(embedding)["lookup"] = lookup  # not as a submodule, or the module would have its parameters, too
     embedding.weight = table
 
 

@@ -213,7 +213,8 @@ class Vocabulary(SplitStyle):
         table, linear = split.table(old), LinearSizes.of(old)
         layer_context = split.layer_context if linear is None else split.context_of(name)
         if split.plan.names_with_style(SlicedSequence if linear is None else GatheredSequence):
-            # Sequences are complete here: they are cut behind the embedding, or joined before the head.
+            # Sequences are complete here: ranks slice them after the embedding, or gather them before the
+            # head.
             layer_context = replace(layer_context, sequence_parallel=False)
         if linear is None:
             assert isinstance(old, nn.Embedding)
@@ -399,9 +400,9 @@ class DividedAttribute(SplitStyle):
 
     @override
     def matching(self, names: ModuleNames, pattern: str) -> list[str]:
-        home, _, attribute = pattern.rpartition(".")
-        outer, _, object_name = home.rpartition(".")
-        owners = [name for name in ("", *names.modules) if matches_pattern(home, name)]
+        owner_name, _, attribute = pattern.rpartition(".")
+        outer, _, object_name = owner_name.rpartition(".")
+        owners = [name for name in ("", *names.modules) if matches_pattern(owner_name, name)]
         if outer:
             outside = (name for name in names.modules if matches_pattern(outer, name))
             owners += [f"{name}.{object_name}" for name in outside]
@@ -463,9 +464,9 @@ def _find_attribute(module: nn.Module, name: str) -> _AttributePlace | None:
         module: The user's module.
         name: Name of the attribute with dots, such as "blocks.0.attention.heads" or "blocks.0.config.heads".
     """
-    home, _, attribute = name.rpartition(".")
-    outer, _, object_name = home.rpartition(".")
-    for path, inner in ((home, ""), (outer, object_name)):
+    owner_name, _, attribute = name.rpartition(".")
+    outer, _, object_name = owner_name.rpartition(".")
+    for path, inner in ((owner_name, ""), (outer, object_name)):
         try:
             submodule = module.get_submodule(path)
         except AttributeError:
