@@ -20,7 +20,7 @@ class CachePlan:
         tokens: Largest number of tokens of each.
         blocks: Number of blocks of the model on this rank.
         layout: Layout of a page.
-        window: Number of positions of the model, for which there are shared tables of rotary embeddings.
+        positions: Number of positions of the model, for which there are shared tables of rotary embeddings.
         rotary_tables: Number of pairs of such tables; 0 if each pass computes the rows that it needs.
     """
 
@@ -28,7 +28,7 @@ class CachePlan:
     tokens: int
     blocks: int
     layout: PageLayout
-    window: int
+    positions: int
     rotary_tables: int = 1
 
     @staticmethod
@@ -72,5 +72,7 @@ class CachePlan:
 
         Keys and values have 2 x blocks x tokens x heads x features elements.
         """
-        elements = 2 * self.rotary_tables * self.window * self.layout.head_size if self.layout.rotated else 0
+        elements = (
+            2 * self.rotary_tables * self.positions * self.layout.head_size if self.layout.rotated else 0
+        )
         return self.pages * (self.blocks * self.layout.bytes + 8) + elements * self.layout.dtype.itemsize

@@ -47,7 +47,7 @@ class KeyValueCache:
         self.local_blocks = frozenset(filter(shape.is_local, range(shape.layers)))
         self.rotated_blocks = frozenset(filter(shape.rotates, range(shape.layers)))
         if plan.layout.rotated and plan.rotary_tables:
-            rotary = self._rotary(torch.arange(plan.window, device=device))
+            rotary = self._rotary(torch.arange(plan.positions, device=device))
             self.rotary_tables, self.local_rotary_tables = rotary.tables, rotary.local_tables
         table_shape = plan.sequences, plan.pages_per_sequence
         self.page_tables = torch.zeros(table_shape, dtype=torch.int64, device=device)
