@@ -29,7 +29,7 @@ class TopK(GradientReduction):
         parts: For each parameter that is trained, first element in the bucket, length, and number of elements
             to send.
         sent: Number of elements that this rank sends.
-        moving: u, flat [length]; empty without momentum.
+        velocity: u, flat [length]; empty without momentum.
         unsent: v, flat [length]; empty on a single rank.
     """
 
@@ -43,7 +43,7 @@ class TopK(GradientReduction):
         self.parts = [(segment.start, length, ceil(ratio * length)) for segment, length in lengths if length]
         self.sent = sum(count for *_, count in self.parts)
         device = self.group.device
-        self.moving = torch.zeros(bucket.length if momentum else 0, device=device)
+        self.velocity = torch.zeros(bucket.length if momentum else 0, device=device)
         self.unsent = torch.zeros(bucket.length if self.group.size > 1 else 0, device=device)
 
     @override
@@ -52,7 +52,7 @@ class TopK(GradientReduction):
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        added = self.moving.mul_(self.momentum).add_(gradients) if self.momentum else gradients
+        added = self.velocity.mul_(self.momentum).add_(gradients) if self.momentum else gradients
         if self._warming_up:
             return self.exact.start(gradients, sums)
         if self.group.size == 1:
@@ -63,12 +63,12 @@ class TopK(GradientReduction):
 
     @override
     def end_step(self, updated: bool, scale_ratio: float) -> None:
-        rescale_residuals((self.moving, self.unsent), updated, scale_ratio)
+        rescale_residuals((self.velocity, self.unsent), updated, scale_ratio)
 
     @override
     def state(self) -> Iterator[StateTensor]:
         if self.momentum:
-            yield from state_of_ranks("reducer/momentum", self.moving, self.bucket, "optimizer/momentum")
+            yield from state_of_ranks("reducer/momentum", self.velocity, self.bucket, "optimizer/momentum")
         if self.group.size > 1:
             yield from state_of_ranks("reducer/residual", self.unsent, self.bucket)
 
@@ -78,7 +78,7 @@ class TopK(GradientReduction):
         values = self.unsent[places]
         self.unsent[places] = 0
         if self.momentum:
-            self.moving[places] = 0
+            self.velocity[places] = 0
         message = torch.cat((values.view(torch.int32), places.int()))
         received = message.new_empty(self.group.size * message.numel())
         yield self.group.start_all_gather(message, received)
