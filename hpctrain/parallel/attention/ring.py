@@ -120,7 +120,7 @@ class _RingOptions(NamedTuple):
             query_row = queries[0] - first_query + query_piece * half
             key_row = keys[0] - first_key + key_piece * half
             for tile in self.rule.tiles(query, len(queries), len(keys), queries[0] - keys[0]):
-                yield tile.placed(batch, query_row, key_row)
+                yield tile.shift(batch, query_row, key_row)
 
 
 class _RingAttention(torch.autograd.Function):

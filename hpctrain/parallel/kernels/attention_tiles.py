@@ -61,7 +61,7 @@ class AttentionBlock(NamedTuple):
     mask: Mask
     batch: slice = slice(None)
 
-    def placed(self, batch: slice, first_query: int, first_key: int) -> AttentionBlock:
+    def shift(self, batch: slice, first_query: int, first_key: int) -> AttentionBlock:
         """Return the block shifted by `first_query` and `first_key`, for these rows of the batch."""
         queries = slice(first_query + self.queries.start, first_query + self.queries.stop)
         keys = slice(first_key + self.keys.start, first_key + self.keys.stop)

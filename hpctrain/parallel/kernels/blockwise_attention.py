@@ -54,7 +54,7 @@ class _Blocks(NamedTuple):
         rows, batch = query.shape[:2]
         for sequences, begin, end in separate_sequences(self.documents, batch, rows):
             for tile in self.rule.tiles(query, end - begin, end - begin):
-                yield tile.placed(sequences, begin, begin)
+                yield tile.shift(sequences, begin, begin)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
