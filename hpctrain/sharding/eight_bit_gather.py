@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import CombinedWork, Work
-from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, reducible_maximum, scales_of, to_format
+from hpctrain.parallel.fp8.formats import E4M3, ELEMENTS_AT_ONCE, reducible_maximum, scales_of, to_format
 from hpctrain.parallel.fp8.quantization_loss import count_losses
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
 from hpctrain.parallel.fp8.quantized_matmul import PrequantizedWeights, QuantizedMatmul
@@ -27,7 +27,7 @@ from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment, share_s
 UNIT = 16
 """Alignment in bytes that a GPU requires of matrices in 8-bit products."""
 
-_AT_ONCE_ON_GPU = 16 * AT_ONCE
+_ELEMENTS_AT_ONCE_ON_GPU = 16 * ELEMENTS_AT_ONCE
 """Number of elements that a GPU casts at a time."""
 
 
@@ -193,7 +193,7 @@ class EightBitBucket(Bucket):
 
 def _cast_into(into: Tensor, values: Tensor, scale: Tensor) -> None:
     """Cast values to 8 bits, like the products do, some elements at a time."""
-    step = AT_ONCE if into.is_cpu else _AT_ONCE_ON_GPU
+    step = ELEMENTS_AT_ONCE if into.is_cpu else _ELEMENTS_AT_ONCE_ON_GPU
     for codes, some in zip(into.split(step), values.split(step), strict=True):
         some = some.to(into.device, non_blocking=True)  # noqa: PLW2901
         codes.view(torch.uint8).copy_(to_format(some / scale, E4M3).view(torch.uint8))

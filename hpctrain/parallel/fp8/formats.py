@@ -18,7 +18,7 @@ from torch import Tensor
 _FRACTION = (1 << 23) - 1
 """Bits of the fraction of a number in fp32. Its exponent, plus 127, is above them."""
 
-AT_ONCE = 1 << 18
+ELEMENTS_AT_ONCE = 1 << 18
 """Elements that the CPU converts at a time, so that temporary memory stays in its cache and is reused.
 
 For a complete matrix it would be new memory each time, which takes several times as long.
@@ -67,7 +67,7 @@ def upcast(values: Tensor, dtype: torch.dtype) -> Tensor:
     table = torch.arange(256, dtype=torch.uint8).view(values.dtype).to(dtype)
     result = torch.empty(values.shape, dtype=dtype)
     bits = values.view(torch.uint8).flatten()
-    for into, some in zip(result.view(-1).split(AT_ONCE), bits.split(AT_ONCE), strict=True):
+    for into, some in zip(result.view(-1).split(ELEMENTS_AT_ONCE), bits.split(ELEMENTS_AT_ONCE), strict=True):
         torch.index_select(table, 0, some.int(), out=into)
     return result
 

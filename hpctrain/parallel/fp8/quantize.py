@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.fp8.formats import (
-    AT_ONCE,
+    ELEMENTS_AT_ONCE,
     FORMATS,
     Fp8Format,
     exponents_of,
@@ -71,11 +71,11 @@ class ScaleBlocks(NamedTuple):
                 blocks.mul_(factors[block_rows, None, block_columns, None])
 
     def conversion_rows(self, matrix: Tensor) -> int:
-        """Return the number of rows of a matrix that the CPU converts at a time: about `AT_ONCE` elements.
+        """Return the number of rows that the CPU converts at a time: about `ELEMENTS_AT_ONCE` elements.
 
         It is a multiple of the rows of a block, so that no block is in two parts.
         """
-        rows = max(1, AT_ONCE // max(1, matrix.shape[1]))
+        rows = max(1, ELEMENTS_AT_ONCE // max(1, matrix.shape[1]))
         return rows if self.rows is None else -(-rows // self.rows) * self.rows
 
     @property

@@ -20,7 +20,7 @@ from hpctrain.sharding.compression.codecs import Codec
 from hpctrain.sharding.reducer import GradientReduction, rescale_residuals
 from hpctrain.sharding.state import StateTensor
 
-AT_ONCE, AT_ONCE_ON_GPU = 1 << 10, 1 << 16
+BLOCKS_AT_ONCE, BLOCKS_AT_ONCE_ON_GPU = 1 << 10, 1 << 16
 """Number of blocks that are encoded at a time, on CPUs and on GPUs."""
 
 _KIND = "reducer/residual"
@@ -72,7 +72,7 @@ class CodedSum:
         self.residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
         self.sum_code: Tensor | None = None
-        self.at_once = AT_ONCE if on_host(group.computes_on) else AT_ONCE_ON_GPU
+        self.at_once = BLOCKS_AT_ONCE if on_host(group.computes_on) else BLOCKS_AT_ONCE_ON_GPU
 
     def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
         """Yield the operations in order, for SequentialWork. Encode and decode between them. Collective.

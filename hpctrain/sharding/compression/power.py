@@ -33,7 +33,7 @@ RESIDUAL = "reducer/residual"
 DEPENDENT = 1e-14
 """Relative square norm below which a column counts as dependent on earlier columns: rounding of fp32."""
 
-BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
+ELEMENTS_AT_ONCE, ELEMENTS_AT_ONCE_ON_GPU = 1 << 17, 1 << 24
 """Number of elements of the result that are computed at a time, on CPUs and on GPUs.
 
 On CPUs they fit into a core's cache.
@@ -80,7 +80,7 @@ def _orthonormalizing(grams: Tensor) -> Tensor:
 
 def block_elements(device: torch.device) -> int:
     """Return the number of elements of the result that are computed at a time."""
-    return BLOCK if on_host(device) else DEVICE_BLOCK
+    return ELEMENTS_AT_ONCE if on_host(device) else ELEMENTS_AT_ONCE_ON_GPU
 
 
 class MatrixStack:

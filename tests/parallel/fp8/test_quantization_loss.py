@@ -39,7 +39,7 @@ def test_counts_are_those_of_numpy(
     monkeypatch: pytest.MonkeyPatch, scaling: Scaling, form: Fp8Format
 ) -> None:
     """Of blocks, some with maxima of before that are too small, and of few rows at a time."""
-    monkeypatch.setattr("hpctrain.parallel.fp8.quantize.AT_ONCE", 1000)
+    monkeypatch.setattr("hpctrain.parallel.fp8.quantize.ELEMENTS_AT_ONCE", 1000)
     matrix = normal(150, 140) * torch.exp2(normal(150, 140, seed=1) * 6)
     matrix[3], matrix[:, 5] = 0, 0
     maxima = scaling.maxima(matrix)

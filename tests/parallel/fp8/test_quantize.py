@@ -132,7 +132,7 @@ def test_rows_after_others_are_as_all_at_once(
     lying = values.t().contiguous().t()
     whole = scaling.quantize(values, E4M3)
     for module in (formats, quantize):
-        monkeypatch.setattr(module, "AT_ONCE", 1000)
+        monkeypatch.setattr(module, "ELEMENTS_AT_ONCE", 1000)
     for matrix in (values, lying):
         found = scaling.quantize(matrix, E4M3)
         assert found.values.stride() == matrix.stride()

@@ -97,7 +97,7 @@ def test_memory_in_passing_is_what_is_told(
 ) -> None:
     """Where blocks are whole, and where the last ones are smaller; beside scales."""
     for module in (formats, quantize):
-        monkeypatch.setattr(module, "AT_ONCE", 1 << 15)
+        monkeypatch.setattr(module, "ELEMENTS_AT_ONCE", 1 << 15)
     m, n, k = shape
     inputs, weight, gradient = (normal(*each).bfloat16() for each in ((m, k), (n, k), (m, n)))
     made = parameter(weight, Shard.replicated("a", (n, k)))

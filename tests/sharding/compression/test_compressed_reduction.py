@@ -85,7 +85,7 @@ def test_sums_are_those_of_numpy(
     world: World, monkeypatch: pytest.MonkeyPatch, name: str, keys: tuple[str, ...], feedback: bool
 ) -> None:
     """Encode buckets in several pieces."""
-    monkeypatch.setattr(compressed_reduction, "AT_ONCE", 3)
+    monkeypatch.setattr(compressed_reduction, "BLOCKS_AT_ONCE", 3)
     codec, code = CODES[name]
     for bucket in buckets_of(world, *keys):
         summation = CompressedReduction(bucket, codec, feedback)
