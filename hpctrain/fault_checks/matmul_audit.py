@@ -368,8 +368,8 @@ class AuditedKernel(MatmulKernel):
         self.name, self.converts = kernel.name, kernel.converts
 
     @override
-    def multiplies(self, storage: torch.dtype) -> bool:
-        return self._kernel.multiplies(storage)
+    def is_available(self, storage: torch.dtype) -> bool:
+        return self._kernel.is_available(storage)
 
     @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -63,7 +63,7 @@ def _load_code_of_steps(rows: Tensor, weight: Tensor) -> None:
         weight: Any fp32 matrix [n, k].
     """
     rows = rows.detach()
-    if ONEDNN.multiplies(torch.float32):
+    if ONEDNN.is_available(torch.float32):
         ONEDNN.forward(rows, weight)
     halves = functional.linear(rows.bfloat16(), weight.bfloat16())
     chosen = halves.float().topk(2).indices

@@ -130,7 +130,7 @@ def test_temporary_memory_is_the_planned_one(
 ) -> None:
     monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 1 << 20)
     kernel, rows, tokens, hidden_size = KERNELS[name], 4096, 768, 64
-    if not kernel.multiplies(form):
+    if not kernel.is_available(form):
         pytest.skip("it multiplies no such operands")
     weight = (torch.randn(rows, hidden_size) / 8).to(form)
     hidden, targets = torch.randn(tokens, 1, hidden_size).to(form), torch.randint(rows, (tokens, 1))

@@ -88,7 +88,7 @@ def _measured_kernels(deck: Deck, storage: torch.dtype) -> dict[PassShape, Matmu
     nearest: dict[PassShape, tuple[int, MatmulKernel]] = {}
     for name, how in deck.runtime_choices.kernels.items():
         read, kernel = _parse_name(name, deck), KERNELS[how]
-        if read is None or not kernel.multiplies(storage):
+        if read is None or not kernel.is_available(storage):
             continue
         difference = min(
             abs(read.rows - each) for each in (tokens, chunk_rows(tokens, read.outputs, gpu=False))

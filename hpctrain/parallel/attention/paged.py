@@ -24,7 +24,7 @@ from hpctrain.parallel.kernels.functions.compiled_attention import (
 )
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.function_library import (
-    HIGHEST,
+    MAX_QUERIES,
     PAGE,
     Paged,
     padded,
@@ -246,7 +246,7 @@ class LayerPages:
             self.keys.element_size(),
             *(x.data_ptr() for x in (self.keys, self.values, *new)),
         )
-        memory = torch.empty(HIGHEST * (text_pages * PAGE + 2 * self.layout.width))
+        memory = torch.empty(MAX_QUERIES * (text_pages * PAGE + 2 * self.layout.width))
         functions.library.attend_paged(paged, *map(heads_of, (query, key, value, output)), memory)
         return output
 

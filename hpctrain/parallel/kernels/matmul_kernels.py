@@ -53,7 +53,7 @@ class MatmulKernel:
     name = "library"
     converts = False
 
-    def multiplies(self, storage: torch.dtype) -> bool:  # noqa: ARG002
+    def is_available(self, storage: torch.dtype) -> bool:  # noqa: ARG002
         """Return True if this installation has the kernel for CPU operands of a format."""
         return True
 
@@ -107,7 +107,7 @@ class OneDnn(MatmulKernel):
     name = "onednn"
 
     @override
-    def multiplies(self, storage: torch.dtype) -> bool:
+    def is_available(self, storage: torch.dtype) -> bool:
         available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         return available and storage == torch.float32
 
@@ -150,8 +150,8 @@ class Fp32Kernel(MatmulKernel):
         self.name, self.inner = name, inner
 
     @override
-    def multiplies(self, storage: torch.dtype) -> bool:
-        return storage in {torch.bfloat16, torch.float16} and self.inner.multiplies(torch.float32)
+    def is_available(self, storage: torch.dtype) -> bool:
+        return storage in {torch.bfloat16, torch.float16} and self.inner.is_available(torch.float32)
 
     @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -238,7 +238,7 @@ class KernelTable:
 def kernel_named(name: str, storage: torch.dtype) -> MatmulKernel:
     """Return the kernel of a name, or the library if the name is "auto" or the kernel is not available."""
     kernel = KERNELS.get(name, LIBRARY)
-    return kernel if kernel.multiplies(storage) else LIBRARY
+    return kernel if kernel.is_available(storage) else LIBRARY
 
 
 def _store(into: Tensor, values: Tensor, overwrite: bool) -> None:

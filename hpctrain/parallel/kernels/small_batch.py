@@ -16,7 +16,7 @@ from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunct
 from hpctrain.parallel.kernels.functions.function_library import few_rows_floats
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
 
-FEW = 48
+MAX_ROWS = 48
 """Rows up to which it takes less time than libraries do."""
 
 LEAST_OUTPUTS = 12
@@ -58,7 +58,9 @@ class SmallBatchKernel(MatmulKernel):
 def _is_for_library(inputs: Tensor, weight: Tensor) -> bool:
     """Return True if there are too many rows, or too few outputs, for the compiled function."""
     fitting = inputs.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
-    return not (fitting and len(weight) >= LEAST_OUTPUTS and 0 < inputs.numel() <= FEW * inputs.shape[-1])
+    return not (
+        fitting and len(weight) >= LEAST_OUTPUTS and 0 < inputs.numel() <= MAX_ROWS * inputs.shape[-1]
+    )
 
 
 def few_rows(
@@ -101,7 +103,7 @@ def find_block_size(
         return None
     generator, some = torch.Generator().manual_seed(0), slice(0, LEAST_OUTPUTS)
     outputs = min(outputs, _MOST_OUTPUTS)
-    weight, rows = (torch.randn(count, inputs, generator=generator) for count in (outputs, 3 * FEW))
+    weight, rows = (torch.randn(count, inputs, generator=generator) for count in (outputs, 3 * MAX_ROWS))
     biases = (None,) if head else (None, torch.randn(outputs, generator=generator))
     many = [kernel.logits(rows, weight) if head else kernel.forward(rows, weight, bias) for bias in biases]
 
@@ -109,7 +111,7 @@ def find_block_size(
         return all(
             torch.equal(few_rows(functions, rows[:count], weight, bias, block), whole[:count])
             for bias, whole in zip(biases, many, strict=True)
-            for count in (1, 3, FEW)
+            for count in (1, 3, MAX_ROWS)
         )
 
     for block in (*range(_STEP, inputs, _STEP), inputs):

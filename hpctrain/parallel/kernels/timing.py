@@ -19,7 +19,7 @@ from hpctrain.parallel.kernels.matmul_kernels import (
     PassShape,
 )
 
-FLOPS = 1 << 29
+MAX_FLOPS_PER_THREAD = 1 << 29
 """Most FLOPs per thread of a measured product: some milliseconds.
 
 Of a larger product a part is measured, with its longest sides shortened, since the share of the sum in a
@@ -37,7 +37,7 @@ _GAIN = 1.02
 The shortest times of some rounds differ by so much by chance. A wrong choice costs no more than this.
 """
 
-MEASUREMENT = f"measured on {FLOPS} FLOPs, sides from {_SHORTEST}, for gains of {_GAIN}"
+MEASUREMENT = f"measured on {MAX_FLOPS_PER_THREAD} FLOPs, sides from {_SHORTEST}, for gains of {_GAIN}"
 """Description of the measurement. Stored measurements with another description are ignored.
 
 A change of the measurement beyond these numbers must change this text.
@@ -129,7 +129,7 @@ class Operands:
 
 def candidates(storage: torch.dtype) -> list[MatmulKernel]:
     """Return the available kernels for operands of a format, in the order of KERNELS."""
-    return [kernel for kernel in KERNELS.values() if kernel.multiplies(storage)]
+    return [kernel for kernel in KERNELS.values() if kernel.is_available(storage)]
 
 
 def measure(
@@ -150,7 +150,7 @@ def measure(
             they make equally many rounds.
     """
     threads, kernels = torch.get_num_threads(), candidates(storage)
-    most = float(FLOPS * threads)
+    most = float(MAX_FLOPS_PER_THREAD * threads)
     # The CPU time of one thread does not depend on how busy the machine is.
     now = thread_time if threads == 1 else perf_counter
     shortened = [each.shortened(most) for each in passes]

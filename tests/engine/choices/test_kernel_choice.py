@@ -53,7 +53,7 @@ class Measuring:
     ) -> list[dict[str, float]]:
         together(1.0)
         self.asked += wanted
-        names = [kernel.name for kernel in KERNELS.values() if kernel.multiplies(storage)]
+        names = [kernel.name for kernel in KERNELS.values() if kernel.is_available(storage)]
         return [{name: self.seconds.get(each.kind, {}).get(name, 1.0) for name in names} for each in wanted]
 
 
@@ -294,7 +294,7 @@ def test_a_checkpoint_s_choice_comes_first(world: World, measuring: Measuring) -
 def test_named_kernels_have_to_be_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     deck = small_deck("machine.products=onednn")
     assert chosen(world, "machine.products=onednn").default is KERNELS["onednn"]
-    monkeypatch.setattr(type(KERNELS["onednn"]), "multiplies", lambda *_: False)
+    monkeypatch.setattr(type(KERNELS["onednn"]), "is_available", lambda *_: False)
     sentence = 'machine.products=onednn: is not available on all ranks for fp32 (available: "library")'
     with pytest.raises(HpctrainError) as found:
         choose_kernels(deck, world, make_mesh(deck, world))

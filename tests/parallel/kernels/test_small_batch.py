@@ -13,7 +13,7 @@ from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.host.c_libraries import open_library
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
-from hpctrain.parallel.kernels.small_batch import FEW, SmallBatchKernel, few_rows, find_block_size
+from hpctrain.parallel.kernels.small_batch import MAX_ROWS, SmallBatchKernel, few_rows, find_block_size
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ class Blocks(MatmulKernel):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [8, 24, 40, 100])
 def test_sums_are_of_blocks(compiled: CompiledFunctions, block: int) -> None:
-    for rows in (1, 2, 7, 8, 9, 16, 17, 31, 33, FEW):
+    for rows in (1, 2, 7, 8, 9, 16, 17, 31, 33, MAX_ROWS):
         for outputs in (12, 13, 24, 31):
             x, weight, bias = random(rows, 100), random(outputs, 100, seed=1), random(outputs, seed=2)
             for added in (None, bias):
@@ -70,7 +70,7 @@ def test_bits_are_those_of_many_rows(compiled: CompiledFunctions, shape: tuple[i
     multiply = by.logits if head else by.forward
     whole = multiply(rows, weight)
     assert torch.equal(whole, LIBRARY.logits(rows, weight) if head else LIBRARY.forward(rows, weight))
-    for count in (1, 2, 3, 5, 8, 9, 16, 17, 32, 40, FEW, FEW + 1):
+    for count in (1, 2, 3, 5, 8, 9, 16, 17, 32, 40, MAX_ROWS, MAX_ROWS + 1):
         assert torch.equal(multiply(rows[:count], weight), whole[:count])
     apart = torch.stack((rows[:9], rows[9:18]), 1).reshape(9, 2, -1)[:, 1]
     assert torch.equal(multiply(apart, weight), whole[9:18])
@@ -112,7 +112,7 @@ def test_others_are_the_kernels(compiled: CompiledFunctions) -> None:
     by.forward(x, weight)
     assert counted.count == 0
     by.forward(x.bfloat16(), weight.bfloat16())
-    by.forward(random(FEW + 1, 40), weight)
+    by.forward(random(MAX_ROWS + 1, 40), weight)
     by.forward(random(0, 40), weight)
     by.forward(x[:, :20], weight[:, :20])
     by.forward(x, weight[:11])

@@ -15,7 +15,7 @@ from typing import Any
 
 _LANES, _ROWS, _PANEL, _BLOCK = 16, 64, 32, 1024
 """Constants of the same names in `functions.c`."""
-PAGE, HIGHEST = _PANEL, 8
+PAGE, MAX_QUERIES = _PANEL, 8
 """Tokens of a page, and the largest number of queries that are computed at a time."""
 
 
