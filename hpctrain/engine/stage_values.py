@@ -43,7 +43,7 @@ def initialize(
     )
     with world.agreement():
         initialize_parts(architecture, stage.models, targets, seed, noise_std)
-    optimizer.publish()
+    optimizer.copy_to_parameters()
 
 
 def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:

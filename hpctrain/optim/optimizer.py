@@ -198,7 +198,7 @@ class Optimizer(ABC):
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
                 yield from owned_state(kind, flat, bucket, UPDATED)
 
-    def publish(self, trained_only: bool = False, averages: bool = False) -> None:
+    def copy_to_parameters(self, trained_only: bool = False, averages: bool = False) -> None:
         """Round the master weights, or the training weights of an AveragedRule, into the parameters.
 
         Then gather the parameters that other ranks have updated. Collective over the ranks that share
@@ -226,14 +226,14 @@ class Optimizer(ABC):
             yield
             return
         await_readers(self.buckets)
-        self.publish(averages=True)
+        self.copy_to_parameters(averages=True)
         yield
         await_readers(self.buckets)
-        self.publish()
+        self.copy_to_parameters()
 
 
 def _weights(state: BucketState, averaged: AveragedRule | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first element and the values of pieces of the weights that `publish` copies."""
+    """Yield the first element and the values of pieces of the weights that `copy_to_parameters` copies."""
     if averaged is None:
         yield from read_pieces(state[MASTER])
         return
@@ -319,7 +319,7 @@ class ResidentOptimizer(Optimizer):
             self._averaged_rule.begin(learning_rate)
         update_ranges(self.rule, self._ranges, self.updates, learning_rate, gradient_divisor)
         self.updates += 1
-        self.publish(trained_only=True)
+        self.copy_to_parameters(trained_only=True)
 
 
 class IdleOptimizer(Optimizer):

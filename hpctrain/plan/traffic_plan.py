@@ -154,7 +154,7 @@ class PlannedWeights:
     def __init__(self, stage: TrainedStage) -> None:
         self.buckets, self.masters, self.updates = stage.buckets, stage.optimizer.masters, 0
 
-    def publish(self) -> None:
+    def copy_to_parameters(self) -> None:
         """Copy the weights into the parameters. Collective over the group of each bucket."""
         gather_updated([bucket for bucket in self.buckets if bucket.trained])
 
@@ -294,7 +294,7 @@ class _RehearsedStage:
             with META:
                 send_update_messages(stage.optimizer)
                 update_transfers = recorder.take()
-                weights.publish()
+                weights.copy_to_parameters()
                 weights.updates += 1
                 gradient_transfers += recorder.take()
                 stage.replica_sync.after_update(weights)

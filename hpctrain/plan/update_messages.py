@@ -11,7 +11,7 @@ from hpctrain.sharding.state import MASTER
 
 
 def send_update_messages(optimizer: Optimizer) -> None:
-    """Send the messages of a step of an optimizer, up to `publish`, without values.
+    """Send the messages of a step of an optimizer, up to `copy_to_parameters`, without values.
 
     Only optimizers of whole matrices have any. Collective over the ranks that hold them.
     """

@@ -32,7 +32,7 @@ class Weights(Protocol):
     def updates(self) -> int:
         """Number of updates of the whole run, including those before a resume."""
 
-    def publish(self) -> None:
+    def copy_to_parameters(self) -> None:
         """Copy the weights into the parameters. Collective over each bucket's own group."""
 
 

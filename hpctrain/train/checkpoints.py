@@ -350,7 +350,7 @@ def _stored_engine(engine: Engine) -> dict[str, Any]:
 def _resume_engine(engine: Engine, state: Mapping[str, Any], replicas: int, anew: bool) -> None:
     """Restore the state of an engine except its tensors, which are restored already."""
     engine.stage.optimizer.totals = {} if anew else state.get("totals") or {}
-    engine.stage.optimizer.publish()
+    engine.stage.optimizer.copy_to_parameters()
     engine.stage.optimizer.updates = 0 if anew else int(state["updates"])
     # Update numbers of synchronizations in flight are meaningless if the count of updates starts anew.
     under_way = {} if anew else state.get("under_way") or {}

@@ -43,7 +43,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     biases = training_entries(tensor for tensor in engine.stage.state() if tensor.kind == ROUTER_BIAS)
     entries = [*master_entries(engine.stage.state()), *biases]
     source = load_source(path, engine.world, entries, shape.head, deck.model.adapters)
-    optimizer.publish()
+    optimizer.copy_to_parameters()
     engine.stage.replica_sync.begin(optimizer)
     if deck.stability.check_parameters:
         # Nodes may have different files of the same name.
@@ -97,7 +97,7 @@ def _start_module(path: Path, engine: Engine) -> str:
     names = parameter_names(engine.architecture.shared_on_meta())
     entries = [*master_entries(engine.stage.state()), *buffers]
     left = load_by_name(path, engine.world, entries, names, _folder_view(engine))
-    engine.stage.optimizer.publish()
+    engine.stage.optimizer.copy_to_parameters()
     engine.stage.replica_sync.begin(engine.stage.optimizer)
     return f"initialized from the values of {path}" + (f"; {left}" if left else "")
 

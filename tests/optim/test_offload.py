@@ -129,7 +129,7 @@ def test_checkpoints_of_files_and_of_memory_are_the_same(
         one.train(3)
         save(path, world.everyone, entries(one, writing=True), {}, piece_bytes=10_000)
         load(path, world.everyone, entries(other), buffer_bytes=10_000)
-        other.engine.stage.optimizer.publish()
+        other.engine.stage.optimizer.copy_to_parameters()
         other.engine.stage.optimizer.updates = one.engine.stage.optimizer.updates
         other.state = one.state
         assert_same_state(one, other)

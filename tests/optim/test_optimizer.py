@@ -77,13 +77,13 @@ def test_state_of_any_name_is_updated(world: World, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_master_weights_are_published(world: World, dtype: torch.dtype) -> None:
+def test_master_weights_are_copied_to_parameters(world: World, dtype: torch.dtype) -> None:
     (weight, bias), buckets = made(world, dtype)
     optimizer = ResidentOptimizer(Momentum(), buckets)
     master = optimizer.states[0][MASTER]
     assert isinstance(master, torch.Tensor)
     master.fill_(3.0)
-    optimizer.publish()
+    optimizer.copy_to_parameters()
     assert all(bool(parameter.eq(3.0).all()) for parameter in (weight, bias))
 
 

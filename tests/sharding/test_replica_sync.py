@@ -48,7 +48,7 @@ class LocalSteps(SyncEveryStep):
                 assert isinstance(master, torch.Tensor)
                 replicas = bucket.sharding.replicas
                 replicas.all_reduce(master).div_(replicas.size)
-            weights.publish()
+            weights.copy_to_parameters()
         return {}
 
 
@@ -99,7 +99,7 @@ def test_replicas_synchronized_in_every_second_step_are_like_two_runs(world: Wor
                 for master in pair:
                     master.copy_(mean)
             for optimizer in both:
-                optimizer.publish()
+                optimizer.copy_to_parameters()
         one, other = (single.parameters() for single in singles)
         for name, values in training.parameters().items():
             assert torch.equal(values, singles[world.rank].parameters()[name]), (step, name)
@@ -131,7 +131,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_of_all_replicas(world: Wor
     before = {name: values.clone() for name, values in training.parameters().items()}
     if world.rank == 1:
         training.engine.stage.optimizer.masters[0][:1] = float("nan")
-    training.engine.stage.optimizer.publish()
+    training.engine.stage.optimizer.copy_to_parameters()
     assert training.train_step().skipped
     after = training.parameters()
     assert world.rank or all(torch.equal(values, before[name]) for name, values in after.items())

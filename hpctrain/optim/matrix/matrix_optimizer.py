@@ -78,7 +78,7 @@ class MatrixOptimizer(Optimizer):
             exchanged.update(updates, learning_rate, gradient_divisor)
         self.update_replicated(lambda each: each.start(updates, gradient_divisor), learning_rate)
         self.updates += 1
-        self.publish()
+        self.copy_to_parameters()
 
     def update_replicated(self, start: Callable[[ReplicatedMatrices], None], learning_rate: float) -> None:
         """Update the matrices of `replicated`, one bucket after another.

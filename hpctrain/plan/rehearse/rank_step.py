@@ -180,7 +180,7 @@ class RankStep:
             send_update_messages(stage.optimizer)
             if self.deck.memory.optimizer != "device":
                 self._agreement("update")
-            self.weights.publish()
+            self.weights.copy_to_parameters()
             self.weights.updates += 1
             recorder.action = "replicas"
             metrics = stage.replica_sync.after_update(self.weights)

@@ -114,7 +114,7 @@ class LocalSteps(ReplicaSync):
         if replicas != self.replicas:
             for master, outer in zip(weights.masters, self.outer, strict=True):
                 _write(master, outer)
-            weights.publish()
+            weights.copy_to_parameters()
 
     @override
     def before_update(self, buckets: Sequence[Bucket]) -> None:
@@ -159,7 +159,7 @@ class LocalSteps(ReplicaSync):
             for fragment in begin:
                 self._exchange_now(self.fragments[fragment], weights, metrics)
         if metrics:
-            weights.publish()
+            weights.copy_to_parameters()
         return metrics
 
     def _exchange_ahead(
@@ -267,7 +267,7 @@ class LocalSteps(ReplicaSync):
                 local = _read(part, outer).clone()
                 _write(part, outer)
                 outer.copy_(local)
-        weights.publish()
+        weights.copy_to_parameters()
 
 
 def _zeros(bucket: Bucket) -> Tensor:
