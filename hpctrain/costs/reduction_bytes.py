@@ -13,13 +13,13 @@ import torch
 from hpctrain.comm.group import Group
 from hpctrain.costs.compressed_bytes import compress_peak
 from hpctrain.memory.compress import BLOCK
-from hpctrain.sharding.compression.between import HierarchicalReduction
 from hpctrain.sharding.compression.codecs import Codec, Int4Codec, RoundedCodec, SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CodedSum
+from hpctrain.sharding.compression.hierarchical_reduction import HierarchicalReduction
 from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd, block_elements
 from hpctrain.sharding.compression.top_k import TopK
-from hpctrain.sharding.compression.warmed import WarmedUpReduction
+from hpctrain.sharding.compression.warm_up import WarmedUpReduction
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from hpctrain.sharding.local_steps.outer_format import coded_sum
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction, UnreducedGradients

@@ -19,8 +19,9 @@ Bytes that a rank sends in a step, for N fp32 parameters on R ranks:
 | powersgd | 8 r (rows and vectors) | 8 r (columns) | 4 N + 4 r (columns) |
 
 `compressed_reduction` sends codes (`codecs`) to the owner of each block, sums there in the order of ranks,
-and gathers the coded sums. `majority`, `one_bit`, `top_k` and `power` are the other forms. `between` sums
-exactly inside a node and compresses between nodes; `warmed` sums exactly in the first updates.
+and gathers the coded sums. `majority`, `one_bit`, `top_k` and `power` are the other forms.
+`hierarchical_reduction` sums exactly inside a node and compresses between nodes; `warm_up` sums exactly in
+the first updates.
 
 A new form is a GradientReduction with a case in `methods` and a table in `deck/sections/communication.py`.
 The plan counts its bytes by running it on groups that only record.

@@ -15,14 +15,14 @@ from hpctrain.deck.sections.communication import (
 )
 from hpctrain.deck.sections.optimizer import AdamWTable, OptimizerTable, SgdTable
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.between import HierarchicalReduction, bucket_over_group
 from hpctrain.sharding.compression.codecs import RoundedCodec, SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
+from hpctrain.sharding.compression.hierarchical_reduction import HierarchicalReduction, bucket_over_group
 from hpctrain.sharding.compression.majority import MajorityVote
 from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.compression.top_k import TopK
-from hpctrain.sharding.compression.warmed import WarmedUpReduction
+from hpctrain.sharding.compression.warm_up import WarmedUpReduction
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction, UnreducedGradients
 
 

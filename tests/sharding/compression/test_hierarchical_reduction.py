@@ -1,6 +1,6 @@
 """Sums that are exact inside nodes and compressed between them, on ranks that emulate several nodes.
 
-Tests of sharding/compression/between.py and engine/stages/zero_groups.py.
+Tests of sharding/compression/hierarchical_reduction.py and engine/stages/zero_groups.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.plan.memory_plan import plan_memory
 from hpctrain.plan.traffic_plan import plan_traffic
-from hpctrain.sharding.compression.between import HierarchicalReduction
+from hpctrain.sharding.compression.hierarchical_reduction import HierarchicalReduction
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.replication import NodePeers
 from tests.engines import Trainer, small_deck, trainer
