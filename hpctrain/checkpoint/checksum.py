@@ -18,7 +18,7 @@ from threading import local
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.tensor_ranges import FlatRuns, Index, flat_runs
+from hpctrain.checkpoint.tensor_ranges import FlatRuns, Index, split_into_runs
 from hpctrain.splitmix import GOLDEN, mix
 
 PIECE = 1 << 20
@@ -98,33 +98,30 @@ def add(sums: Sums, words: Words, start: Index, shape: Index, global_shape: Inde
         shape: Shape of the box.
         global_shape: Shape of the tensor.
     """
-    rest = words.reshape(-1)
-    for group in flat_runs(start, shape, global_shape):
-        count = group.count * group.length
-        _add_runs(sums, rest[:count].reshape(group.count, group.length), group)
-        rest = rest[count:]
+    for runs, rows in split_into_runs(words.reshape(-1), start, shape, global_shape):
+        _add_runs(sums, rows, runs)
 
 
-def _add_runs(sums: Sums, rows: Words, group: FlatRuns) -> None:
-    if group.stride == group.length:
-        _add_run(sums, rows.reshape(-1), group.first)
+def _add_runs(sums: Sums, rows: Words, runs: FlatRuns) -> None:
+    if runs.stride == runs.length:
+        _add_run(sums, rows.reshape(-1), runs.first)
         return
     row = 0
-    while row < group.count:
-        first = group.first + row * group.stride
+    while row < runs.count:
+        first = runs.first + row * runs.stride
         piece, position = divmod(first, PIECE)
         # Rows that end inside this piece are added at once. A row that crosses its end, or a long row, is
         # added alone.
-        fitting = (PIECE - group.length - position) // group.stride + 1
-        if fitting <= 0 or group.length > _BATCH:
+        fitting = (PIECE - runs.length - position) // runs.stride + 1
+        if fitting <= 0 or runs.length > _BATCH:
             _add_run(sums, rows[row], first)
             row += 1
             continue
-        count = min(fitting, group.count - row, _BATCH // group.length)
+        count = min(fitting, runs.count - row, _BATCH // runs.length)
         keys = np.lib.stride_tricks.as_strided(
-            _keys.first(position + (count - 1) * group.stride + group.length)[position:],
-            (count, group.length),
-            (8 * group.stride, 8),
+            _keys.first(position + (count - 1) * runs.stride + runs.length)[position:],
+            (count, runs.length),
+            (8 * runs.stride, 8),
             writeable=False,
         )
         _accumulate(sums, piece, rows[row : row + count], keys)

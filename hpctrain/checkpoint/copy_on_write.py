@@ -98,7 +98,7 @@ class DraftSnapshot:
     """
 
     def __init__(self, boxes: Sequence[DraftBox], buffer: HostBuffer) -> None:
-        assert all(piece.bytes <= buffer.piece_bytes for piece in boxes)
+        assert all(draft_box.bytes <= buffer.piece_bytes for draft_box in boxes)
         self._boxes, self._buffer = boxes, buffer
         buffer.release_all()  # of a writer that failed
         if buffer.stream is not None:
@@ -165,16 +165,19 @@ class DraftSnapshot:
         """Start to copy a box from a GPU unless it is copied or the buffer is full. The writer calls this."""
         if number in self._copies or number in (self._copying, len(self._boxes)):
             return
-        piece = self._boxes[number]
-        if piece.device_values() is not None and (memory := self._buffer.take(piece.bytes)) is not None:
+        draft_box = self._boxes[number]
+        if (
+            draft_box.device_values() is not None
+            and (memory := self._buffer.take(draft_box.bytes)) is not None
+        ):
             self._copies[number] = self._copy(number, memory)
 
     def _copy(self, number: int, memory: Words) -> _BoxCopy:
         """Copy a box into memory of the buffer. A copy from a GPU is only started."""
-        piece = self._boxes[number]
-        values = piece.device_values()
+        draft_box = self._boxes[number]
+        values = draft_box.device_values()
         if values is None:
-            words = piece.load()
+            words = draft_box.load()
             copy = memory.view(words.dtype)
             np.copyto(copy, words)
             return _BoxCopy(copy)

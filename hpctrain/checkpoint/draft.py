@@ -119,19 +119,19 @@ class Draft:
         """
         waiting = 0  # bytes whose writing to the disk has not been started
         start = end = 0
-        for number, piece in enumerate(self.boxes):
-            content = piece.load() if words is None else words(number)
-            self._add(self.sums, piece, content)
+        for number, draft_box in enumerate(self.boxes):
+            content = draft_box.load() if words is None else words(number)
+            self._add(self.sums, draft_box, content)
             try:
-                sink(piece, content)
+                sink(draft_box, content)
             except OSError as error:
                 raise InputOutputError(
-                    f"{self.path}: cannot write {piece.stored.dataset}: {error_reason(error)}"
+                    f"{self.path}: cannot write {draft_box.stored.dataset}: {error_reason(error)}"
                 ) from None
-            offset, length = piece.span
+            offset, length = draft_box.span
             start = min(start, offset) if waiting else offset
             end = max(end, offset + length) if waiting else offset + length
-            waiting += piece.bytes
+            waiting += draft_box.bytes
             if waiting >= _WRITEBACK_BYTES:
                 # Boxes are almost in the order of the file, so there is little between them.
                 self.disk.submit(start_writing, self.descriptor, start, end - start)
@@ -161,11 +161,11 @@ class Draft:
         """Return the checksums of this rank's boxes, computed from the file."""
         sums = np.zeros_like(self.sums)
         with open_tensors(self.temporary) as source:
-            buffer = np.empty(max((piece.bytes for piece in self.boxes), default=0), np.uint8)
-            for piece in self.boxes:
-                words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
-                source.read_box(words, piece.box, piece.stored)
-                self._add(sums, piece, words)
+            buffer = np.empty(max((draft_box.bytes for draft_box in self.boxes), default=0), np.uint8)
+            for draft_box in self.boxes:
+                words = buffer[: draft_box.bytes].view(f"u{draft_box.stored.item_bytes}")
+                source.read_box(words, draft_box.box, draft_box.stored)
+                self._add(sums, draft_box, words)
         return sums
 
     def finish(self) -> None:
@@ -201,10 +201,10 @@ class Draft:
             with suppress(OSError):
                 self.temporary.unlink()
 
-    def _add(self, sums: Sums, piece: DraftBox, words: Words) -> None:
+    def _add(self, sums: Sums, draft_box: DraftBox, words: Words) -> None:
         """Add the elements of a box to checksums of the file."""
-        stored = piece.stored
-        checksum.add(sums[stored.pieces], words, piece.box.start, piece.box.shape, stored.shape)
+        stored = draft_box.stored
+        checksum.add(sums[stored.pieces], words, draft_box.box.start, draft_box.box.shape, stored.shape)
 
 
 def saving_bytes(elements: int, item_bytes: int) -> int:

@@ -213,15 +213,15 @@ def _read_requests(
 def _touch(touched: NDArray[np.int64], entry: TensorRange) -> None:
     """Mark the checksum pieces that have elements of a TensorRange."""
     for box in boxes_of(entry):
-        for group in flat_runs(box.start, box.shape, entry.shape):
-            if group.count == 1:
-                end = group.first + group.length
-                touched[group.first // checksum.PIECE : -(-end // checksum.PIECE)] = 1
+        for runs in flat_runs(box.start, box.shape, entry.shape):
+            if runs.count == 1:
+                end = runs.first + runs.length
+                touched[runs.first // checksum.PIECE : -(-end // checksum.PIECE)] = 1
                 continue
-            first = group.first + group.stride * np.arange(group.count)
-            last = first + group.length - 1
+            first = runs.first + runs.stride * np.arange(runs.count)
+            last = first + runs.length - 1
             touched[first // checksum.PIECE] = 1
             touched[last // checksum.PIECE] = 1
-            if group.length > checksum.PIECE:
+            if runs.length > checksum.PIECE:
                 for low, high in zip(first // checksum.PIECE, last // checksum.PIECE, strict=True):
                     touched[low:high] = 1

@@ -22,7 +22,7 @@ import numpy as np
 from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, DraftBox, begin_draft
-from hpctrain.checkpoint.tensor_ranges import TensorRange, flat_runs
+from hpctrain.checkpoint.tensor_ranges import TensorRange, split_into_runs
 from hpctrain.comm.group import Group
 from hpctrain.comm.parallel_files import open_on_all_ranks
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -73,28 +73,24 @@ def needs_mpi(group: Group) -> bool:
     return group.size > 1 and bool(h5py.get_config().mpi)
 
 
-def write_at_offsets(descriptor: int, piece: DraftBox, words: Words) -> None:
+def write_at_offsets(descriptor: int, draft_box: DraftBox, words: Words) -> None:
     """Write the elements of a box at their offsets in the file, run by run, without HDF5 and MPI."""
-    stored, rest = piece.stored, words
-    for group in flat_runs(piece.box.start, piece.box.shape, stored.shape):
-        count = group.count * group.length
-        rows = rest[:count].reshape(group.count, group.length)
-        if group.stride == group.length:
-            rows = rows.reshape(1, -1)
-        for number, row in enumerate(rows):
-            offset = stored.offset + (group.first + number * group.stride) * stored.item_bytes
+    stored, box = draft_box.stored, draft_box.box
+    for runs, rows in split_into_runs(words, box.start, box.shape, stored.shape):
+        adjacent = runs.stride == runs.length
+        for number, row in enumerate(rows.reshape(1, -1) if adjacent else rows):
+            offset = stored.offset + (runs.first + number * runs.stride) * stored.item_bytes
             content = memoryview(row.view(np.uint8).data)
             while content:
                 done = os.pwrite(descriptor, content, offset)
                 content, offset = content[done:], offset + done
-        rest = rest[count:]
 
 
-def _write_with_hdf5(file: h5py.h5f.FileID, piece: DraftBox, words: Words) -> None:
+def _write_with_hdf5(file: h5py.h5f.FileID, draft_box: DraftBox, words: Words) -> None:
     """Write the elements of a box by one independent call of HDF5."""
-    dataset = h5py.h5d.open(file, piece.stored.dataset.encode())
+    dataset = h5py.h5d.open(file, draft_box.stored.dataset.encode())
     space = dataset.get_space()
-    space.select_hyperslab(piece.box.start, piece.box.shape)
+    space.select_hyperslab(draft_box.box.start, draft_box.box.shape)
     dataset.write(h5py.h5s.create_simple((words.size,)), space, words.view(dataset.dtype))
 
 

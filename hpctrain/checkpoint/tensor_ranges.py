@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from hpctrain.audit.bits import integers_of
@@ -236,6 +237,24 @@ def flat_runs(start: Index, shape: Index, global_shape: Index) -> Iterator[FlatR
     for index in np.ndindex(*shape[:outer]):
         first = box_start + sum(i * step for i, step in zip(index, strides, strict=False))
         yield FlatRuns(first, shape[outer], strides[outer], length)
+
+
+def split_into_runs(
+    words: NDArray[Any], start: Index, shape: Index, global_shape: Index
+) -> Iterator[tuple[FlatRuns, NDArray[Any]]]:
+    """Yield the runs of a box, as `flat_runs` does, each with its elements [count, length].
+
+    Args:
+        words: Elements of the box in row-major order, flat.
+        start: Index of the first element of the box.
+        shape: Shape of the box.
+        global_shape: Shape of the tensor.
+    """
+    rest = words
+    for runs in flat_runs(start, shape, global_shape):
+        count = runs.count * runs.length
+        yield runs, rest[:count].reshape(runs.count, runs.length)
+        rest = rest[count:]
 
 
 def row_major(shape: Index) -> Index:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.checksum import Sums, Words
-from hpctrain.checkpoint.tensor_ranges import FlatRuns, TensorBox, TensorRange, boxes_of, flat_runs
+from hpctrain.checkpoint.tensor_ranges import FlatRuns, TensorBox, TensorRange, boxes_of, split_into_runs
 from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
 
@@ -32,7 +32,7 @@ BUFFER_BYTES = 16 << 20
 _SIEVED_BYTES = 32 << 10
 """Number of bytes below which runs are read in one operation with what is between them (data sieving)."""
 
-_PIECE_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 """Number of bytes that are read at a time: few enough to be in the cache for the checksum, and enough for a
 task of a thread.
 """
@@ -40,8 +40,8 @@ task of a thread.
 _READS = 2
 """Number of reads at a time. One copies from the page cache while the other one waits for the disk."""
 
-_PIECES_A_BUFFER, _SPANS_A_BUFFER = 4 * (_READS + 1), 2 * _READS
-"""Shares of the buffer. One half is for batches, of less than two pieces each. The other half is for the
+_READS_PER_BUFFER, _SPANS_PER_BUFFER = 4 * (_READS + 1), 2 * _READS
+"""Shares of the buffer. One half is for batches, of less than two reads each. The other half is for the
 ranges of the file that sieved runs span.
 """
 
@@ -61,7 +61,7 @@ class ReadRequest:
     sums: Sums | None
 
 
-class _Piece:
+class _BoxRead:
     """Box that is read into the values of a TensorRange.
 
     Args:
@@ -121,8 +121,8 @@ class TensorSource:
         Raises:
             InputOutputError: The file cannot be read, or is truncated.
         """
-        in_flight: deque[tuple[Future[None], list[_Piece]]] = deque()
-        for batch in _batches(self._pieces(requests, zero_padding), self._part_bytes):
+        in_flight: deque[tuple[Future[None], list[_BoxRead]]] = deque()
+        for batch in _batches(self._box_reads(requests, zero_padding), self._part_bytes):
             in_flight.append((self.readers.submit(self._read_batch, batch), batch))
             if len(in_flight) > _READS:
                 _finish(*in_flight.popleft())
@@ -131,11 +131,11 @@ class TensorSource:
 
     @property
     def _part_bytes(self) -> int:
-        """Largest size in bytes of a piece that is not read in place, and smallest size of a batch."""
-        return min(_PIECE_BYTES, self.buffer_bytes // _PIECES_A_BUFFER)
+        """Largest size in bytes of a box that is not read in place, and smallest size of a batch."""
+        return min(_READ_BYTES, self.buffer_bytes // _READS_PER_BUFFER)
 
-    def _pieces(self, requests: Iterable[ReadRequest], zero_padding: bool) -> Iterator[_Piece]:
-        """Yield the pieces of all requests, and fill padding with zeros."""
+    def _box_reads(self, requests: Iterable[ReadRequest], zero_padding: bool) -> Iterator[_BoxRead]:
+        """Yield the boxes that all requests read, cut to the size of a read, and fill padding with zeros."""
         for each in requests:
             entry, item_bytes = each.entry, each.stored.item_bytes
             boxes = boxes_of(entry)
@@ -143,22 +143,19 @@ class TensorSource:
             if zero_padding and not entry.added and read < entry.values.numel():
                 entry.values.zero_()
             for box in boxes:
-                most = _PIECE_BYTES if _is_direct(entry, box) else self._part_bytes
+                most = _READ_BYTES if _is_direct(entry, box) else self._part_bytes
                 limit = max(1, most // item_bytes)
                 for part in box.cut(limit):
-                    yield _Piece(each, part)
+                    yield _BoxRead(each, part)
 
-    def _read_batch(self, batch: Iterable[_Piece]) -> None:
-        for piece in batch:
-            self.read_box(piece.words, piece.box, piece.request.stored)
+    def _read_batch(self, batch: Iterable[_BoxRead]) -> None:
+        for each in batch:
+            self.read_box(each.words, each.box, each.request.stored)
 
     def read_box(self, words: Words, box: TensorBox, stored: StoredTensor) -> None:
         """Fill a flat array with the elements of a box of a dataset."""
-        rest = words
-        for group in flat_runs(box.start, box.shape, stored.shape):
-            count = group.count * group.length
-            self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
-            rest = rest[count:]
+        for runs, rows in split_into_runs(words, box.start, box.shape, stored.shape):
+            self._read_runs(rows, runs, stored)
 
     def read_elements(self, stored: StoredTensor, first: int, count: int, buffer: NDArray[np.uint8]) -> Words:
         """Read the elements [count] of a flattened dataset from `first` on into a buffer, and return them."""
@@ -183,23 +180,23 @@ class TensorSource:
                 raise InputOutputError(f"{self.path}: truncated: it ends at byte {offset}")
             rest, offset = rest[count:], offset + count
 
-    def _read_runs(self, rows: Words, group: FlatRuns, stored: StoredTensor) -> None:
+    def _read_runs(self, rows: Words, runs: FlatRuns, stored: StoredTensor) -> None:
         """Read runs: in one operation, each by itself, or several with what is between them."""
-        size, span_bytes = stored.item_bytes, self.buffer_bytes // _SPANS_A_BUFFER
-        offset = stored.offset + group.first * size
-        if group.count == 1 or group.stride == group.length:
+        size, span_bytes = stored.item_bytes, self.buffer_bytes // _SPANS_PER_BUFFER
+        offset = stored.offset + runs.first * size
+        if runs.count == 1 or runs.stride == runs.length:
             self.read(rows, offset)
-        elif group.length * size >= _SIEVED_BYTES or group.stride * size > span_bytes:
-            for row in range(group.count):
-                self.read(rows[row], offset + row * group.stride * size)
+        elif runs.length * size >= _SIEVED_BYTES or runs.stride * size > span_bytes:
+            for row in range(runs.count):
+                self.read(rows[row], offset + row * runs.stride * size)
         else:
-            step = max(1, span_bytes // (group.stride * size))
-            for row in range(0, group.count, step):
-                count = min(step, group.count - row)
-                span = np.empty((count - 1) * group.stride + group.length, rows.dtype)
-                self.read(span, offset + row * group.stride * size)
+            step = max(1, span_bytes // (runs.stride * size))
+            for row in range(0, runs.count, step):
+                count = min(step, runs.count - row)
+                span = np.empty((count - 1) * runs.stride + runs.length, rows.dtype)
+                self.read(span, offset + row * runs.stride * size)
                 rows[row : row + count] = np.lib.stride_tricks.as_strided(
-                    span, (count, group.length), (group.stride * size, size), writeable=False
+                    span, (count, runs.length), (runs.stride * size, size), writeable=False
                 )
 
 
@@ -228,13 +225,13 @@ def _is_direct(entry: TensorRange, box: TensorBox) -> bool:
     return box.view(values).is_contiguous()
 
 
-def _batches(pieces: Iterable[_Piece], least_bytes: int) -> Iterator[list[_Piece]]:
-    """Yield batches of small pieces, since starting a task takes longer than reading a small piece."""
-    batch: list[_Piece] = []
+def _batches(box_reads: Iterable[_BoxRead], least_bytes: int) -> Iterator[list[_BoxRead]]:
+    """Yield batches of small boxes, since starting a task takes longer than reading a small box."""
+    batch: list[_BoxRead] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.words.nbytes
+    for box_read in box_reads:
+        batch.append(box_read)
+        size += box_read.words.nbytes
         if size >= least_bytes:
             yield batch
             batch, size = [], 0
@@ -242,8 +239,8 @@ def _batches(pieces: Iterable[_Piece], least_bytes: int) -> Iterator[list[_Piece
         yield batch
 
 
-def _finish(reading: Future[None], batch: Iterable[_Piece]) -> None:
-    """Wait until a batch is read, and finish its pieces."""
+def _finish(reading: Future[None], batch: Iterable[_BoxRead]) -> None:
+    """Wait until a batch is read, and finish its boxes."""
     reading.result()
-    for piece in batch:
-        piece.finish()
+    for box_read in batch:
+        box_read.finish()

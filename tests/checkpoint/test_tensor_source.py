@@ -41,7 +41,7 @@ def group(world: World) -> Group:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is a whole number of pieces, and no piece a whole number of rows."""
-    monkeypatch.setattr(tensor_source, "_PIECE_BYTES", 104)
+    monkeypatch.setattr(tensor_source, "_READ_BYTES", 104)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_memory_stays_within_the_buffer(
     save(path, group, whole(tensors, 0, 1), {})
     buffer, alive, most = 200_000, 0, 0
 
-    class Counted(tensor_source._Piece):
+    class Counted(tensor_source._BoxRead):
         def __init__(self, *arguments: object) -> None:
             nonlocal alive, most
             super().__init__(*arguments)  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_memory_stays_within_the_buffer(
             super().finish()
             alive -= self.words.nbytes
 
-    monkeypatch.setattr(tensor_source, "_Piece", Counted)
+    monkeypatch.setattr(tensor_source, "_BoxRead", Counted)
     held = entry("a", tensors["a"], split("a", (800, 501), 1, 3, 4))
     stored = examine(path).datasets["/model/a"]
     tracemalloc.start()

@@ -149,7 +149,7 @@ class Brute:
         at = LayoutSizes.of(deck, self.ranks, deck.machine.ranks_per_node or self.machine.ranks_per_node)
         layers, ground = layer_sizes(shape, ()), StageNodes(self.machine, at)
         form = outline_schedule(deck)
-        seconds = {layer: each.total for layer, each in ground.layers(layers, 0).items()}
+        seconds = {layer: each.total for layer, each in ground.seconds_by_layer(layers, 0).items()}
 
         def longest(split: Sequence[int]) -> float:
             stages = [0.0] * form.stage_count
