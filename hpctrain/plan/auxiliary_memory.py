@@ -70,7 +70,7 @@ def plan_run_memory(
     deck: Deck,
     ranks: int,
     vocabulary: int,
-    libraries: int = 0,
+    process_bytes: int = 0,
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
@@ -81,12 +81,12 @@ def plan_run_memory(
     `roles` names all entries.
     Reward models count only if the checkpoints of all of them can be read.
     """
-    plan = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule)
+    plan = plan_memory(deck, ranks, vocabulary, process_bytes, ranks_per_node, split, schedule)
     if deck.objective.kind not in POLICY_KINDS:
         return plan
     deck = deck.with_keys(model={"vocabulary": vocabulary})
-    per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks
-    auxiliary = _auxiliary_models(deck, ranks, vocabulary, libraries, ranks_per_node)
+    per_node = ranks_per_node or deck.machine.known_ranks_per_node or ranks
+    auxiliary = _auxiliary_models(deck, ranks, vocabulary, process_bytes, ranks_per_node)
     first, *further = RankPartition.of(deck, ranks).rank_sets
     policy_models = [auxiliary[model] for model in first.models if model in auxiliary]
     device, tensor = device_kind(deck.run.device), deck.layout.tensor
@@ -109,7 +109,7 @@ def plan_run_memory(
     roles = [(name, count) for name in names]
     runtime = 0 if on_host(device) else CONTEXT_BYTES
     for rank_set in further:
-        joined = StageMemory(len(stages), 0, 0, MemoryAccount(other=libraries, runtime=runtime))
+        joined = StageMemory(len(stages), 0, 0, MemoryAccount(other=process_bytes, runtime=runtime))
         for name in rank_set.models:
             if name in auxiliary:
                 joined = _joined(joined, auxiliary[name].name, auxiliary[name].on_stage(0, 1))
@@ -119,14 +119,14 @@ def plan_run_memory(
 
 
 def _auxiliary_models(
-    deck: Deck, ranks: int, vocabulary: int, libraries: int, ranks_per_node: int | None
+    deck: Deck, ranks: int, vocabulary: int, process_bytes: int, ranks_per_node: int | None
 ) -> dict[str, _AuxiliaryModel]:
     """Return the auxiliary models of a policy by their role: critic, reference model and reward models."""
     partition, models = RankPartition.of(deck, ranks), dict[str, _AuxiliaryModel]()
-    per_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node or ranks
+    per_node = ranks_per_node or deck.machine.known_ranks_per_node or ranks
     if (critic := critic_deck(deck, ranks)) is not None:
         own_ranks, own_vocabulary = len(partition.of_model(CRITIC)), critic.model.vocabulary or vocabulary
-        own = plan_memory(critic, own_ranks, own_vocabulary, libraries, ranks_per_node)
+        own = plan_memory(critic, own_ranks, own_vocabulary, process_bytes, ranks_per_node)
         models[CRITIC] = _AuxiliaryModel(CRITIC, own.stages)
     if (reference := reference_deck(deck, ranks)) is not None:
         own_ranks = len(partition.of_model(REFERENCE))

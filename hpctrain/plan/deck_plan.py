@@ -158,8 +158,7 @@ def plan_deck(
     savings: list[MemorySaving] = []
     if options.with_savings:
         savings = find_savings(deck, memory, read, budget.plan)
-    machine = deck.machine
-    ranks_on_node = min(ranks, per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
+    ranks_on_node = min(ranks, per_node or deck.machine.known_ranks_per_node or 1)
     link = options.link
     if link is None and deck.communication.link is not None:
         link = PlannedLink(deck.communication.link)

@@ -62,11 +62,11 @@ def build_within_memory(
     deck = choose_kernels(with_split(deck, deck.runtime_choices.split), world, mesh)
     choices = replace(deck.runtime_choices, uses_malloc=bool(world.malloc_reason))
     deck = deck.with_runtime_choices(choices)
-    libraries = library_bytes() if on_host(world.device) else 0
+    process_bytes = library_bytes() if on_host(world.device) else 0
     spec = make_engine_spec(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     assert deck.model.vocabulary is not None
-    arguments = world.size, deck.model.vocabulary, libraries, world.topology.ranks_per_node
+    arguments = world.size, deck.model.vocabulary, process_bytes, world.topology.ranks_per_node
     plan = plan_run_memory(planned, *arguments, spec.placement.split, spec.schedule)
     required_bytes = plan.stages[mesh.coordinate("pipeline")].required_bytes
 
@@ -79,7 +79,7 @@ def build_within_memory(
             ADVICE_SECONDS,
         )
         key = "machine.memory" if on_host(world.device) else "machine.gpu_memory"
-        return _advice(plan, savings, exceeded, libraries, key)
+        return _advice(plan, savings, exceeded, process_bytes, key)
 
     require_memory(world, deck.machine, deck.sources.name, required_bytes, advice)
     world.planned_bytes = required_bytes
@@ -88,7 +88,11 @@ def build_within_memory(
 
 
 def _advice(
-    plan: MemoryPlan, savings: Sequence[MemorySaving], exceeded: MemoryDemand, libraries: int, limit_key: str
+    plan: MemoryPlan,
+    savings: Sequence[MemorySaving],
+    exceeded: MemoryDemand,
+    process_bytes: int,
+    limit_key: str,
 ) -> str:
     """Return the end of the error message: what needs most memory, and which changes would reduce it.
 
@@ -96,7 +100,7 @@ def _advice(
         plan: Predicted memory of all ranks.
         savings: Changes of the deck that save memory, the best first.
         exceeded: Limit that the ranks of a node exceed.
-        libraries: Bytes of a process without a model.
+        process_bytes: Bytes of a process without a model.
         limit_key: Key of the deck that sets the limit.
     """
     remedies = [
@@ -106,7 +110,7 @@ def _advice(
     account = plan.largest.memory
     state = account.parameter + account.gradient + account.optimizer
     # With more nodes, fewer ranks share a node, or the state is split among more ranks.
-    if libraries < exceeded.limit.bytes and (exceeded.ranks > 1 or state > LEAST_SAVING * account.total):
+    if process_bytes < exceeded.limit.bytes and (exceeded.ranks > 1 or state > LEAST_SAVING * account.total):
         remedies.append("more nodes")
     reduction = f"to reduce it, use {either(remedies)}; " if remedies else ""
     return f"{largest_kinds(plan)}; {reduction}--set {limit_key}=SIZE overrides the limit"

@@ -60,10 +60,7 @@ class MemoryBudget:
 
     def ranks_on_node(self, deck: Deck) -> int:
         """Return the number of ranks that share the memory of a node; emulated nodes count as one."""
-        machine = deck.machine
-        return min(
-            self.ranks, self.ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or self.ranks
-        )
+        return min(self.ranks, self.ranks_per_node or deck.machine.known_ranks_per_node or self.ranks)
 
     def with_kernels(self, deck: Deck) -> Deck:
         """Return a deck with the vocabulary, and with the kernels that were measured as fastest here."""

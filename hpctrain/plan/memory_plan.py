@@ -175,7 +175,7 @@ def plan_memory(
     deck: Deck,
     ranks: int,
     vocabulary: int,
-    library_bytes: int = 0,
+    process_bytes: int = 0,
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
@@ -188,7 +188,7 @@ def plan_memory(
         deck: The deck.
         ranks: Number of ranks.
         vocabulary: Number of token ids of the model.
-        library_bytes: Bytes of a process without a model; 0 on a GPU.
+        process_bytes: Bytes of a process without a model; 0 on a GPU.
         ranks_per_node: Number of ranks of a node. By default it is that of the deck, or else all ranks.
         split: Number of blocks of each pipeline part. By default parts are balanced by FLOPs.
         schedule: Schedule of a complete step. By default it follows from the deck.
@@ -198,7 +198,7 @@ def plan_memory(
             ranks per node, which is missing.
     """
     planner = MemoryPlanner(deck, ranks, vocabulary, ranks_per_node, split, schedule)
-    return planner.plan(library_bytes)
+    return planner.plan(process_bytes)
 
 
 class _BuiltStage(NamedTuple):
@@ -246,8 +246,7 @@ class MemoryPlanner:
         self._architecture = architecture_of(deck, vocabulary)
         if ranks_per_node is None:
             _refuse_node_keys(deck)
-        machine = deck.machine
-        self._ranks_per_node = ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks
+        self._ranks_per_node = ranks_per_node or deck.machine.known_ranks_per_node or ranks
         self._micro_batches = micro_batches(deck, self._sizes["data"])
         if schedule is None or split is None:
             placement = place_by_flops(deck, self._architecture, self._sizes["data"])
@@ -258,11 +257,11 @@ class MemoryPlanner:
         _, *self._block_kinds, _ = layer_kinds(self._architecture)
         self._built_stages: dict[object, _BuiltStage] = {}
 
-    def plan(self, library_bytes: int = 0) -> MemoryPlan:
+    def plan(self, process_bytes: int = 0) -> MemoryPlan:
         """Return the predicted memory of all ranks. Local.
 
         Args:
-            library_bytes: Bytes of a process without a model; 0 on a GPU.
+            process_bytes: Bytes of a process without a model; 0 on a GPU.
         """
         deck, stages, unknown_reason = self._deck, list[StageMemory](), None
         built_stages = [self._build_stage(number) for number in range(self._schedule.stage_count)]
@@ -273,7 +272,7 @@ class MemoryPlanner:
             activation = 0
             if unknown_reason is None:
                 activation = activation_peak(deck, parts, self._schedule.stages[number])
-            stages.append(self._stage_memory(number, built, parts, activation, library_bytes))
+            stages.append(self._stage_memory(number, built, parts, activation, process_bytes))
         numbers = count(self._architecture)
         return MemoryPlan(
             parameters_total=numbers.parameters,
@@ -292,7 +291,7 @@ class MemoryPlanner:
         built: _BuiltStage,
         parts: Sequence[PartBytes],
         activation: int,
-        library_bytes: int,
+        process_bytes: int,
     ) -> StageMemory:
         """Return the memory of the ranks of a stage.
 
@@ -301,10 +300,10 @@ class MemoryPlanner:
             built: The stage without memory.
             parts: Saved bytes of its model parts.
             activation: Bytes of its activations, at their peak.
-            library_bytes: Bytes of a process without a model.
+            process_bytes: Bytes of a process without a model.
         """
         deck, device, (stage, account, groups) = self._deck, self._device, built
-        buffer, other = self._message_bytes(number, parts), library_bytes + matmul_workspace_bytes(device)
+        buffer, other = self._message_bytes(number, parts), process_bytes + matmul_workspace_bytes(device)
         scratch, staged = _input_gradient_reduction_bytes(deck, stage, parts[0], device)
         buffer += scratch
         other += staged + _workspace_bytes(deck, parts)

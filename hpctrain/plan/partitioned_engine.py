@@ -44,13 +44,13 @@ def build_partition_within_memory(
         spec = make_engine_spec(model_deck, placement.world, placement.mesh)
     communication = {"transport": placement.mesh.transport}
     planned = deck.with_keys(run={"device": world.device.type}, communication=communication)
-    libraries = library_bytes() if on_host(world.device) else 0
+    process_bytes = library_bytes() if on_host(world.device) else 0
     split = spec.placement.split, spec.schedule
     per_node, plan = world.topology.ranks_per_node, None
     assert deck.model.vocabulary is not None
     with world.agreement():
         if world.rank == 0:
-            numbers = world.size, deck.model.vocabulary, libraries, per_node
+            numbers = world.size, deck.model.vocabulary, process_bytes, per_node
             plan = plan_run_memory(planned.with_runtime_choices(model_deck.runtime_choices), *numbers, *split)
     plan = world.everyone.broadcast_object(plan)
     assert isinstance(plan, MemoryPlan)

@@ -180,7 +180,7 @@ class _Planner:
         self, path: Path, overrides: tuple[str, ...], options: SweepOptions, base: int | None
     ) -> None:
         self.path, self.overrides, self.options, self.base = path, overrides, options, base
-        self.libraries = library_bytes()
+        self.process_bytes = library_bytes()
         self.title = ""
         self.machine: str | None = None
         self.problems: list[tuple[str, ...]] = []
@@ -229,7 +229,7 @@ class _Planner:
             vocabulary = self.vocabularies[tokens] = vocabulary_of(deck)
         rates = self.rates_of(deck)
         kinds = () if rates is None else rates.memories
-        budget = MemoryBudget(ranks, vocabulary, self.options.ranks_per_node, kinds, self.libraries)
+        budget = MemoryBudget(ranks, vocabulary, self.options.ranks_per_node, kinds, self.process_bytes)
         memory = budget.plan(deck)
         step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
         return memory, budget.demand(deck, memory), step

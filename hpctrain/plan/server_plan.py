@@ -23,7 +23,7 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.pipeline.action import Schedule, accumulation
+from hpctrain.pipeline.action import accumulation
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory_demand import require_memory
 from hpctrain.plan.memory_plan import MemoryPlan, MemoryPlanner, StageMemory
@@ -106,15 +106,13 @@ def plan_served(
     deck: Deck,
     ranks: int,
     vocabulary: int,
-    libraries: int = 0,
+    process_bytes: int = 0,
     ranks_per_node: int | None = None,
-    split: Sequence[int] | None = None,
-    schedule: Schedule | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a deck with parameter servers. Its stages are the servers and the workers."""
     roles = ServerRoles.of(deck, ranks)
-    planner = MemoryPlanner(deck, ranks, vocabulary, ranks_per_node, split, schedule, build_worker_stage)
-    plan = planner.plan(libraries)
+    planner = MemoryPlanner(deck, ranks, vocabulary, ranks_per_node, build=build_worker_stage)
+    plan = planner.plan(process_bytes)
     (worker,) = plan.stages
     device, shape = device_kind(deck.run.device), ModelShape.of(deck, vocabulary)
     mesh = PlannedMesh(
@@ -139,7 +137,7 @@ def plan_served(
         gradient_bytes(buckets),
         state_bytes(stage.state(), buckets),
         buffer=owned_elements * (pending_gradients + sent + backups),
-        other=libraries,
+        other=process_bytes,
     )
     elements = plan.parameters_total
     buffer_bytes = gradient * elements + value * -(-elements // roles.servers)
@@ -174,10 +172,10 @@ def build_role_within_memory(
     planned = deck.with_keys(run={"device": world.device.type}).with_runtime_choices(
         role_deck.runtime_choices
     )
-    libraries = library_bytes() if on_host(world.device) else 0
+    process_bytes = library_bytes() if on_host(world.device) else 0
     per_node = world.topology.ranks_per_node
     assert deck.model.vocabulary is not None
-    plan = plan_served(planned, world.size, deck.model.vocabulary, libraries, per_node)
+    plan = plan_served(planned, world.size, deck.model.vocabulary, process_bytes, per_node)
     required_bytes = plan.stages[0 if serves else 1].memory.total
     remedy = "use more servers to reduce it; --set machine.memory=SIZE overrides the limit"
     require_memory(world, deck.machine, deck.sources.name, required_bytes, lambda _: remedy)

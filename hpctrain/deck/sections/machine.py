@@ -68,6 +68,11 @@ class Machine(Section):
         ge=0,
     )
 
+    @property
+    def known_ranks_per_node(self) -> int | None:
+        """Ranks per node: the key, or else one rank per GPU of a node; None if neither key says."""
+        return self.ranks_per_node or self.gpus_per_node or None
+
 
 RELATIONS: Relations = (
     Conflicts(

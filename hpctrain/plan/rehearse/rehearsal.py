@@ -89,9 +89,8 @@ def rehearse_deck(
         sentence = 'is unsupported in a rehearsal (use "none")'
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
     require_no_dedicated_ranks(deck, "is unsupported in a rehearsal")
-    machine = deck.machine
     requested = ranks_per_node or deck.communication.ranks_per_node
-    per_node = requested or machine.ranks_per_node or machine.gpus_per_node or plan.ranks
+    per_node = requested or deck.machine.known_ranks_per_node or plan.ranks
     assert deck.model.vocabulary is not None
     programmes = RankProgrammes(deck, plan.ranks, deck.model.vocabulary, per_node)
     job = programmes.job(progress)

@@ -105,7 +105,7 @@ class CoarseMemoryBounds:
             load.stored * unit + load.blocks * block_state + (recomputed if load.blocks else 0)
             for load in loads
         )
-        return max(mean, min((self._needs.libraries + size for size in sizes), default=inf))
+        return max(mean, min((self._needs.process_bytes + size for size in sizes), default=inf))
 
     def _bytes_of_any_split(
         self, layout: LayoutSizes, activations: ModelActivations, block_state: float

@@ -51,12 +51,12 @@ class NodeNeeds:
         per_node: Largest number of ranks of a group that share a node.
 
     Attributes:
-        libraries: Bytes of a process without a model.
+        process_bytes: Bytes of a process without a model.
     """
 
     def __init__(self, deck: Deck, budget: MemoryBudget, per_node: int) -> None:
         self._ranks, self._per_node = budget.ranks, per_node
-        self.libraries, self._sharing_ranks = budget.process_bytes(deck), budget.ranks_within_limit(deck)
+        self.process_bytes, self._sharing_ranks = budget.process_bytes(deck), budget.ranks_within_limit(deck)
         kind_bytes = budget.mean_rank_bytes_by_kind(deck)
         self._limit, self._shared = max(size for size, _ in kind_bytes), budget.shared_bytes(deck)
         self._shares = [
@@ -91,7 +91,7 @@ class NodeNeeds:
 
     def of_mean_rank(self, mean_bytes: float) -> float:
         """Return the bytes of a rank if ranks need `mean_bytes` on average without libraries."""
-        return (self.libraries + mean_bytes) / self._mean * _ROUNDED
+        return (self.process_bytes + mean_bytes) / self._mean * _ROUNDED
 
     def nodes_mix_stages(self, at: LayoutSizes) -> bool:
         """Return True if ranks of several stages share memory."""
@@ -128,9 +128,9 @@ class NodeNeeds:
         """
         if not self.nodes_mix_stages(at):
             both = zip(stages, stage_bytes, strict=True)
-            return max((self.libraries + size) / stage.share for stage, size in both) * _ROUNDED
+            return max((self.process_bytes + size) / stage.share for stage, size in both) * _ROUNDED
         needed = (
-            sum(ranks * (self.libraries + stage_bytes[stage]) for stage, ranks in node.items()) / share
+            sum(ranks * (self.process_bytes + stage_bytes[stage]) for stage, ranks in node.items()) / share
             for node, share in self._mixed_nodes(at)
         )
         return max(needed) / self._sharing_ranks * _ROUNDED

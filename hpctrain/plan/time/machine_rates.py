@@ -275,7 +275,7 @@ class MachineRates(_RatesTable):
     def fill_deck(self, deck: Deck) -> Deck:
         """Return the deck with the properties of this machine for keys that it does not set."""
         section, most = deck.machine, max(kind.memory for kind in self.kinds)
-        ranks_per_node = section.ranks_per_node or section.gpus_per_node or self.ranks_per_node
+        ranks_per_node = section.known_ranks_per_node or self.ranks_per_node
         result = {"ranks_per_node": ranks_per_node, "memory": section.memory or int(most * ranks_per_node)}
         result |= {"gpu_memory": section.gpu_memory or int(self.memory)}
         is_set = "precision.gradients" in deck.sources.places
