@@ -49,7 +49,7 @@ from hpctrain.post.samples_file import SamplesFile
 from hpctrain.post.writer import AnswerWriter
 from hpctrain.train import trainer as training
 from hpctrain.train.memory_ledger import OtherMemory
-from hpctrain.train.reference_scores import KNOWN
+from hpctrain.train.reference_scores import REFERENCE_CHECKSUM
 from hpctrain.train.start import start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState
 from hpctrain.train.token_scores import log_probabilities_of, values_of
@@ -104,7 +104,7 @@ class PolicyTrainer(Trainer):
         repeats = corpus.train.repeats * prompts.count / rollout_size
         super().__init__(deck, engine, Batches(self.rollouts, 0, order, repeats), state)
         reference = open_reference(deck, placement, self.step, self.state, parts.checkpoint)
-        self._extra_state = {} if reference is None else {KNOWN: reference.identity}
+        self._extra_state = {} if reference is None else {REFERENCE_CHECKSUM: reference.identity}
         self.writer: AnswerWriter | None = None
         self.inference_stages: list[Stage] = []
         with placement.agreement():

@@ -28,7 +28,7 @@ class BestSoFar:
     """Lowest loss of the evaluations of one set so far, which is the same on all ranks.
 
     Attributes:
-        of: Name of the set.
+        set_name: Name of the set.
         patience: Number of evaluations without a lower loss after which the run ends; 0 for no limit.
         keeps: True if the run keeps its best checkpoint.
         step: Step of the lowest loss; 0 if there is none.
@@ -39,7 +39,7 @@ class BestSoFar:
     """
 
     def __init__(self, deck: Deck) -> None:
-        self.of, self.patience = monitored_set(deck), deck.run.patience
+        self.set_name, self.patience = monitored_set(deck), deck.run.patience
         self.keeps = deck.checkpoint.keep_best is not None
         self.reset()
 
@@ -54,7 +54,7 @@ class BestSoFar:
 
     def add_evaluation(self, step: int, evaluated: Mapping[str, Mapping[str, float]]) -> None:
         """Record the metrics of an evaluation after a step, by set and metric."""
-        loss = evaluated[self.of]["loss"]
+        loss = evaluated[self.set_name]["loss"]
         if loss < self.loss:
             self.step, self.loss, self.waited = step, loss, 0
         else:  # also if the loss is NaN
@@ -73,17 +73,17 @@ class BestSoFar:
             return ""
         lowest = f"lowest {self.loss:.4f} after step {self.step}" if self.step else "none was finite"
         waited = counted(self.waited, "evaluation")
-        return f"{waited} without a lower {self.of} loss; {lowest} (run.patience = {self.patience})"
+        return f"{waited} without a lower {self.set_name} loss; {lowest} (run.patience = {self.patience})"
 
     def stored(self) -> dict[str, Any]:
         """Return what a checkpoint stores: the set and the attributes, with None for infinity."""
-        values = {"of": self.of} | {key: getattr(self, name) for key, name in _STORED.items()}
+        values = {"of": self.set_name} | {key: getattr(self, name) for key, name in _STORED.items()}
         return {key: None if value == math.inf else value for key, value in values.items()}
 
     def resume(self, stored: object) -> None:
         """Continue with the values of a checkpoint; start anew if they are invalid or of another set."""
         self.reset()
-        if not isinstance(stored, dict) or stored.get("of") != self.of:
+        if not isinstance(stored, dict) or stored.get("of") != self.set_name:
             return
         values = {name: stored[key] for key, name in _STORED.items() if key in stored}
         if not all(value is None or type(value) in (int, float) for value in values.values()):

@@ -32,6 +32,7 @@ from hpctrain.checkpoint.state_entries import resumed_entries, stored_replicas, 
 from hpctrain.checkpoint.state_snapshots import SnapshotHistory, StateSnapshot
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
 from hpctrain.checkpoint.tensor_ranges import TensorRange
+from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
@@ -113,7 +114,7 @@ class Checkpoints(Hook):
         of_ranks: list[float] = self.world.everyone.all_gather_object(here)
         return sum(of_ranks)
 
-    def has(self, step: int) -> bool:
+    def has_newest(self, step: int) -> bool:
         """Return True if the newest checkpoint of the run, complete or not, is of this step."""
         return self._step == step
 
@@ -168,7 +169,7 @@ class Checkpoints(Hook):
 
     def lacks_best(self, step: int) -> bool:
         """Return True if the state after a step is the best so far and has no checkpoint."""
-        return self.best.is_best_checkpoint(step) and not self.has(step)
+        return self.best.is_best_checkpoint(step) and not self.has_newest(step)
 
     def poll(self, wait: bool = False) -> None:
         """Complete an unfinished checkpoint if all ranks have written their parts (`wait`: wait for them)."""
@@ -303,13 +304,12 @@ class Checkpoints(Hook):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        ledger, started = self.world.ledger, time.perf_counter()
-        phase, ledger.phase = ledger.phase, "checkpoint"
+        start = time.perf_counter()
         try:
-            yield
+            with checkpoint_phase(self.world.ledger):
+                yield
         finally:
-            ledger.phase = phase
-            self._paused_seconds += time.perf_counter() - started
+            self._paused_seconds += time.perf_counter() - start
 
     def stored(self, state: TrainState) -> dict[str, Any]:
         """Return the content of a checkpoint without its tensors."""
@@ -322,7 +322,7 @@ class Checkpoints(Hook):
             **asdict(state),
             **_stored_engine(engine),
             **({AUXILIARY_MODELS: models} if models else {}),
-            **({RECORD: self.best.stored()} if self.best.of else {}),
+            **({RECORD: self.best.stored()} if self.best.set_name else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
             "products": engine.stage.layer_context.products.kernels.stored_choices,
@@ -332,6 +332,16 @@ class Checkpoints(Hook):
             "code_version": __version__,
             **self.provenance.stored(state.step),
         }
+
+
+@contextmanager
+def checkpoint_phase(ledger: Ledger) -> Iterator[None]:
+    """Count the calls of the block in the phase "checkpoint" of the ledger."""
+    phase, ledger.phase = ledger.phase, "checkpoint"
+    try:
+        yield
+    finally:
+        ledger.phase = phase
 
 
 def _stored_engine(engine: Engine) -> dict[str, Any]:

@@ -99,24 +99,22 @@ def difference_of(tensor: ComparedTensor, world: World, mesh: Mesh) -> LayoutDif
         if group.size == 1:
             continue
         over = f"the {group.name} axis ({group.size} ranks)"
+        sentence = ""
         if worst(group.all_reduce(local.clone())) <= explained:
             sentence = f"a sum over {over} is likely missing, since it gives the expected value"
-            return LayoutDifference(name, error, f"{what}{sentence}")
-        if worst(local / group.size) <= explained:
-            sentence = (
-                f"it is {group.size} times the expected value: a reduction over {over} is likely duplicated"
-            )
-            return LayoutDifference(name, error, f"{what}{sentence}")
-        if worst(local * group.size) <= explained:
-            sentence = (
-                f"it is {1 / group.size:.4g} times the expected value, such as after a mean over {over}"
-            )
+        elif worst(local / group.size) <= explained:
+            factor = f"{group.size} times the expected value"
+            sentence = f"it is {factor}: a reduction over {over} is likely duplicated"
+        elif worst(local * group.size) <= explained:
+            factor = f"{1 / group.size:.4g} times the expected value"
+            sentence = f"it is {factor}, such as after a mean over {over}"
+        if sentence:
             return LayoutDifference(name, error, f"{what}{sentence}")
     # A single number always differs by a factor.
     several = bool(world.everyone.all_reduce(torch.tensor(expected.numel()), "max") > 1)
-    factor = _factor(local, expected, world)
-    if several and worst(local / factor) <= explained:
-        return LayoutDifference(name, error, f"{what}it is {factor:.4g} times the expected value")
+    ratio = _factor(local, expected, world)
+    if several and worst(local / ratio) <= explained:
+        return LayoutDifference(name, error, f"{what}it is {ratio:.4g} times the expected value")
     none = f"{what}no single missing or duplicate reduction explains it"
     return LayoutDifference(name, error, none, explained=False)
 

@@ -320,7 +320,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     engine.stage.layer_context.statistics.detailed_step = _has_same_scales(trainer.deck)
 
     def parameters(when: str) -> dict[str, _Computed]:
-        return _by_name(("parameter ", when), _pieces(engine, gradients=False))
+        return _by_name("parameter ", _pieces(engine, gradients=False), when)
 
     sums = _SummedGradients(engine)
     trainer.hooks.append(sums)
@@ -343,7 +343,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
             for name, each in result.statistics.items()
             if not is_count(name)
         }
-        results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
+        results |= reversed(_by_name("gradient of ", sums.pieces, step).items())
         results[f"gradient norm{step}"] = _number(result.grad_norm)
     if engine.stage.replica_sync.common_model_differs and trainer.deck.communication.warmup == 0:
         # Each replica has other gradients.
@@ -353,8 +353,8 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         sums.pieces.clear()
         trainer.train_step()
         unsent = residuals(engine)
-        whole = [(shard, piece + unsent[shard.name].view_as(piece)) for shard, piece in sums.pieces]
-        results |= _by_name(("gradient of ", " in the third step, with all residuals"), whole)
+        exact = [(shard, piece + unsent[shard.name].view_as(piece)) for shard, piece in sums.pieces]
+        results |= _by_name("gradient of ", exact, " in the third step, with all residuals")
     return results
 
 
@@ -386,11 +386,11 @@ def _state(engine: Engine, outer: bool) -> dict[str, _Computed]:
     }
 
 
-def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) -> dict[str, _Computed]:
-    """Return the pieces of tensors by name, with a prefix and a suffix in `around`."""
+def _by_name(prefix: str, pieces: Iterable[tuple[Shard, Tensor]], suffix: str = "") -> dict[str, _Computed]:
+    """Return the pieces of tensors by name, with a prefix and a suffix."""
     found: dict[str, list[tuple[Shard, Tensor]]] = {}
     for shard, piece in pieces:
-        found.setdefault(f"{around[0]}{shard.name}{around[1]}", []).append((shard, piece.reshape(-1).clone()))
+        found.setdefault(f"{prefix}{shard.name}{suffix}", []).append((shard, piece.reshape(-1).clone()))
     return {
         name: _Computed(torch.cat([piece for _, piece in some]), tuple(shard for shard, _ in some))
         for name, some in found.items()
@@ -440,7 +440,7 @@ def _plain_first_step(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed
     }
     found = {f"gradient of {name}": _Computed(gradient) for name, gradient in own.gradients.items()}
     numbers = {"loss": own.loss, "gradient norm": own.norm}
-    found |= {name: _Computed(torch.tensor(each, dtype=torch.float64)) for name, each in numbers.items()}
+    found |= {name: _number(each) for name, each in numbers.items()}
     return outputs, found
 
 

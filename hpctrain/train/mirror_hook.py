@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.host.topology import Topology
 from hpctrain.text import counted
-from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.checkpoints import Checkpoints, checkpoint_phase
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.mirror_recovery import forget_mirrors
@@ -29,7 +29,6 @@ class Mirrors(Hook):
     def __init__(self, deck: Deck, world: World, checkpoints: Checkpoints, state: TrainState) -> None:
         self.deck, self.world, self.checkpoints = deck, world, checkpoints
         self.folder = Path(deck.run.dir)
-        self.seconds = 0.0
         entries = training_entries(checkpoints.engine.state(), writing=True)
         self.mirror = Mirror(
             world,
@@ -43,19 +42,19 @@ class Mirrors(Hook):
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
         """Copy what an unfinished mirror needs of the state that the passes of the step change."""
-        with self._timed():
+        with checkpoint_phase(self.world.ledger):
             self.mirror.protect(update=False)
         yield
 
     def before_update(self) -> None:
         """Copy what an unfinished mirror needs of the parameters and the optimizer state."""
-        with self._timed():
+        with checkpoint_phase(self.world.ledger):
             self.mirror.protect()
 
     def after_step(self, done: StepDone) -> None:
         """Continue an unfinished mirror, and start another one if it is due."""
         every, step = self.deck.checkpoint.mirror_every, done.state.step
-        with self._timed():
+        with checkpoint_phase(self.world.ledger):
             self.mirror.advance()
             if step % every == 0 and step < self.deck.run.steps:
                 entries = training_entries(self.checkpoints.engine.state(), writing=True)
@@ -71,15 +70,6 @@ class Mirrors(Hook):
         """Delete the mirrors, since the state is on disk."""
         self.mirror.close()
         forget_mirrors(self.world, self.folder)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        ledger = self.world.ledger
-        phase, ledger.phase = ledger.phase, "checkpoint"
-        try:
-            yield
-        finally:
-            ledger.phase = phase
 
 
 def start_mirrors(deck: Deck, world: World, checkpoints: Checkpoints, state: TrainState) -> list[Hook]:

@@ -34,10 +34,10 @@ from hpctrain.objective.dpo import REFERENCE
 from hpctrain.train.step import Step
 from hpctrain.train.token_scores import log_probabilities_of
 
-KNOWN = "reference"
+REFERENCE_CHECKSUM = "reference"
 """Key of a checkpoint's state for the checksum of its run's reference."""
 
-ROWS_KNOWN = 1000
+CHECKSUM_ROWS = 1000
 """Largest number of rows in the checksum of a reference."""
 
 
@@ -79,11 +79,11 @@ def require_same_reference(world: World, path: str | Path, checksum: str, checkp
     Raises:
         InputOutputError: The checkpoint belongs to another reference; raised on all ranks.
     """
-    before = None if checkpoint is None else read_state(checkpoint, world.everyone).get(KNOWN)
+    before = None if checkpoint is None else read_state(checkpoint, world.everyone).get(REFERENCE_CHECKSUM)
     with world.agreement():
         if before not in {None, checksum}:
-            own = f"whose reference is {before}, not {checksum} (restore that of its run)"
-            raise InputOutputError(f"{path}: belongs to another run than {checkpoint}, {own}")
+            other = f"whose reference is {before}, not {checksum} (restore that of its run)"
+            raise InputOutputError(f"{path}: belongs to another run than {checkpoint}, {other}")
 
 
 class ReferenceRows(Protocol):
@@ -108,7 +108,7 @@ class StoredRows:
 
 
 @dataclass
-class Referenced:
+class SamplesWithReference:
     """Samples whose micro-batches have a field with the log-probabilities of the reference."""
 
     samples: SampleSource
@@ -139,21 +139,21 @@ def add_reference(
     """
     step.batches = with_reference(step, corpus.train, folder, "train", checkpoint)
     source, world = step.batches.source, step.engine.world
-    assert isinstance(source, Referenced) and isinstance(source.rows, StoredRows)
+    assert isinstance(source, SamplesWithReference) and isinstance(source.rows, StoredRows)
     file = source.rows.file
     with world.agreement():
         checksum = _checksum(file)
     require_same_reference(world, file.where, checksum, checkpoint)
-    evaluated = tuple(
+    sets_with_reference = tuple(
         replace(each, batches=with_reference(step, each.batches, folder, each.name, checkpoint))
         for each in held_out
     )
-    return evaluated, {KNOWN: checksum}
+    return sets_with_reference, {REFERENCE_CHECKSUM: checksum}
 
 
 def _checksum(rows: StoredArray) -> str:
     """Return the checksum of a reference, from the checksums of evenly spaced rows."""
-    numbers = np.linspace(0, rows.size - 1, min(rows.size, ROWS_KNOWN)).astype(int).tolist()
+    numbers = np.linspace(0, rows.size - 1, min(rows.size, CHECKSUM_ROWS)).astype(int).tolist()
     return blake2b(
         b"".join(rows.read(row, 1)["checksum"].tobytes() for row in numbers), digest_size=8
     ).hexdigest()
@@ -177,13 +177,13 @@ def with_reference(
         path = checkpoint.parent.parent / path.name
     with world.agreement():
         rows = _open(path, batches.source.count, step.engine.architecture.sequence)
-    return batches.of(Referenced(batches.source, StoredRows(rows), batches.source.count))
+    return batches.of(SamplesWithReference(batches.source, StoredRows(rows), batches.source.count))
 
 
 def with_reference_of(step: Step, batches: Batches) -> Batches:
     """Return batches of few sequences with the log-probabilities of the model of `step`. Collective."""
     rows = torch.cat(list(log_probabilities_of(step, batches)))
-    return batches.of(Referenced(batches.source, rows, batches.source.count))
+    return batches.of(SamplesWithReference(batches.source, rows, batches.source.count))
 
 
 def _row(sequence: int) -> np.dtype[Any]:
@@ -191,20 +191,22 @@ def _row(sequence: int) -> np.dtype[Any]:
 
 
 def _open(path: Path, count: int, sequence: int) -> StoredArray:
-    lost = "which a run writes at its start and requires to resume (restore it, or start the run again)"
+    reason = "which a run writes at its start and requires to resume (restore it, or start the run again)"
     kind = _row(sequence)
     try:
         with open_regular(path) as file:
             npy.read_magic(file)
             shape, _, stored_kind = npy.read_array_header_1_0(file)
-            whole = os.fstat(file.fileno()).st_size == file.tell() + count * kind.itemsize
-            if shape == (count,) and stored_kind == kind and whole:
+            has_all_rows = os.fstat(file.fileno()).st_size == file.tell() + count * kind.itemsize
+            if shape == (count,) and stored_kind == kind and has_all_rows:
                 return StoredArray(str(path), os.dup(file.fileno()), file.tell(), kind, count)
     except FileNotFoundError:
-        raise InputOutputError(f"{path}: is missing, {lost}") from None
+        raise InputOutputError(f"{path}: is missing, {reason}") from None
     except (OSError, ValueError, EOFError) as error:
-        raise InputOutputError(f"{path}: cannot be read ({error}), {lost}") from None
-    raise InputOutputError(f"{path}: is incomplete, or not of {count} sequences of {sequence} tokens, {lost}")
+        raise InputOutputError(f"{path}: cannot be read ({error}), {reason}") from None
+    raise InputOutputError(
+        f"{path}: is incomplete, or not of {count} sequences of {sequence} tokens, {reason}"
+    )
 
 
 def _store(step: Step, batches: Batches, path: Path) -> None:

@@ -73,9 +73,9 @@ class Repetition:
                 prints[segment] = int(word_sum(segment.view(bucket.gradients).view(-1)))
 
         with (
-            _set(step, "shift", shift),
-            _set(step, "choices", lambda *_: None),
-            _set(engine.stage.synchronizer, "before_reduction", keep),
+            _temporary_attribute(step, "shift", shift),
+            _temporary_attribute(step, "choices", lambda *_: None),
+            _temporary_attribute(engine.stage.synchronizer, "before_reduction", keep),
         ):
             sums, _ = step.accumulate(state, batch)
         engine.stage.synchronizer.end_step(False, 1.0)
@@ -86,7 +86,7 @@ class Repetition:
 
 
 @contextmanager
-def _set(owner: object, name: str, value: object) -> Iterator[None]:
+def _temporary_attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """Set an attribute to another value during the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)

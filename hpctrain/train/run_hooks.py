@@ -72,15 +72,16 @@ class Evaluation(Hook):
         self.reporter.working("evaluating")
         started = time.perf_counter()
         names = self.trainer.evaluation_metrics
-        done.evaluated = {
-            each.name: each.metrics(**{name: value for name, value in metrics.items() if name in names})
-            for each in self.sets
-            for metrics in [self.trainer.evaluate(each.batches, each.sequences)]
-        }
+        evaluated: dict[str, dict[str, float]] = {}
+        for each in self.sets:
+            metrics = self.trainer.evaluate(each.batches, each.sequences)
+            reported = {name: value for name, value in metrics.items() if name in names}
+            evaluated[each.name] = each.metrics(**reported)
+        done.evaluated = evaluated
         self.best.add_evaluation(done.state.step, done.evaluated)
         self.reporter.status.note(
             evaluated={"step": done.state.step, "sets": done.evaluated},
-            best={"of": self.best.of, "step": self.best.step, "loss": self.best.loss},
+            best={"of": self.best.set_name, "step": self.best.step, "loss": self.best.loss},
         )
         self.pace.evaluation = time.perf_counter() - started
 
@@ -112,14 +113,12 @@ class TraceRecorder(Hook):
             )
 
 
-class EightBitWatch(Hook):
+class QuantizationLossHook(Hook):
     """Hook that lets fp8 products measure their quantization loss every `precision.fp8_watch` steps."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.every, self.statistics = (
-            trainer.deck.precision.fp8_watch,
-            trainer.engine.stage.layer_context.statistics,
-        )
+        self.every = trainer.deck.precision.fp8_watch
+        self.statistics = trainer.engine.stage.layer_context.statistics
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """Turn detailed statistics on for steps in which they are due."""
@@ -144,7 +143,7 @@ class StepReport(Hook):
         self.reporter = reporter
         self.peak, self.pace, self.checkpoints, self.memory = peak, pace, checkpoints, memory
         self.folder = Path(self.deck.run.dir)
-        self.skipped = ""
+        self.skip_reason = ""
         """Reason why the last step without an update was skipped."""
 
     def after_step(self, done: StepDone) -> None:
@@ -156,28 +155,28 @@ class StepReport(Hook):
         """Report the step from this rank alone."""
         result, state = done.result, done.state
         if result.skipped:
-            self.skipped = skip_reason(result)
+            self.skip_reason = skip_reason(result)
         if result.skipped and result.spike is None:
             logging.getLogger("hpctrain").warning(
                 "step %d: %s; update skipped on all ranks (%d so far)",
                 state.step,
-                self.skipped,
+                self.skip_reason,
                 state.skipped,
             )
         if self.world.rank == 0:
             row = self._row(done)
             self.reporter.step(row, max(self.pace.steps), self.checkpoints.newest)
             if row.epochs and row.validation_loss is not None:
-                taken = ", ".join(f"{name} {times:.2f}" for name, times in row.epochs.items())
-                self.reporter.say([f"epochs of the mixture: {taken}"])
+                epochs = ", ".join(f"{name} {times:.2f}" for name, times in row.epochs.items())
+                self.reporter.say([f"epochs of the mixture: {epochs}"])
 
     def _row(self, done: StepDone) -> StepMetrics:
         result, engine = done.result, self.engine
         of_samples = self.deck.data.dataset is not None
-        taken, total = (
+        count, total = (
             (result.batch, done.state.samples) if of_samples else (result.tokens, done.state.tokens)
         )
-        rate = taken / done.seconds
+        rate = count / done.seconds
         # The FLOPs of a sample of a user's data set are not known.
         flops = None if of_samples else model_flops(engine.architecture).flops_per_token
         batches = self.trainer.step.batches

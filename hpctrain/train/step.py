@@ -200,8 +200,8 @@ class Step:
         roots = [
             float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-self.replicas :]
         ]
-        counted = engine.objective.normalize(metrics)
-        norms = [root / control.loss_scale.value / counted for root in roots]
+        terms_per_token = engine.objective.normalize(metrics)
+        norms = [root / control.loss_scale.value / terms_per_token for root in roots]
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*metrics.values(), *norms)))
         loss, norm = metrics["loss"], fmean(norms)
@@ -217,7 +217,7 @@ class Step:
                 metrics |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[self.replica], self.clip)
-            stage.optimizer.step(rate, control.loss_scale.value * counted / clipped)
+            stage.optimizer.step(rate, control.loss_scale.value * terms_per_token / clipped)
             if self.replica_sync is not None and (
                 replica_squares := self.replica_sync.after_update(stage.optimizer)
             ):
@@ -225,9 +225,9 @@ class Step:
                 metrics |= zip(replica_squares, squares.sqrt().tolist(), strict=True)
             for each in stage.module_state.statistics_users:
                 each.after_update(statistics)
-        scaled, scale_can_fall = control.loss_scale.value, control.loss_scale.can_fall
+        former_scale, scale_can_fall = control.loss_scale.value, control.loss_scale.can_fall
         control.loss_scale.update(finite)
-        stage.synchronizer.end_step(updated, control.loss_scale.value / scaled)
+        stage.synchronizer.end_step(updated, control.loss_scale.value / former_scale)
         engine.world.ledger.phase = "other"
         state.step += 1
         state.samples += batch
@@ -269,8 +269,8 @@ class Step:
         micro_batches = read.micro_batches
         if self.before_pass is not None:
             self.before_pass(micro_batches)
-        measured = micro_batches if engine.stage.synchronizer.noise_norm is None else micro_batches[:1]
-        self.local_tokens = sum(map(engine.objective.count, measured))
+        counted = micro_batches if engine.stage.synchronizer.noise_norm is None else micro_batches[:1]
+        self.local_tokens = sum(map(engine.objective.count, counted))
         scale, auxiliary_loss_scale = (
             torch.full((), engine.control.loss_scale.value / count, device=engine.world.device)
             for count in (max(1, read.predicted), max(1, read.real))
@@ -281,7 +281,7 @@ class Step:
                 scale,
                 self.dropout_source(state, index) if self.uses_random_numbers else None,
                 auxiliary_loss_scale,
-                None if self.choices is None else self.choices_of(self.choices, state, index, micro),
+                None if self.choices is None else self.routing_choices(self.choices, state, index, micro),
             )
             for index, micro in enumerate(micro_batches)
         ]
@@ -306,15 +306,15 @@ class Step:
             batch: Number of sequences over all ranks.
         """
         engine = self.engine
-        average, measured = engine.control.noise_scale, engine.stage.synchronizer.norm_estimators
-        if not measured:
+        average, estimators = engine.control.noise_scale, engine.stage.synchronizer.norm_estimators
+        if not estimators:
             return {}
         ratio = tokens / self.local_tokens if self.local_tokens else 0.0
-        own = torch.stack([each.squares for each in measured]).sum() * ratio
+        local = torch.stack([each.squares for each in estimators]).sum() * ratio
         if engine.stage.synchronizer.noise_norm is not None:
-            small, parts = float(own) * ratio, ratio
+            small, parts = float(local) * ratio, ratio
         else:
-            sums = torch.stack((own, torch.full_like(own, self.local_tokens > 0)))
+            sums = torch.stack((local, torch.full_like(local, self.local_tokens > 0)))
             small, ranks = engine.world.everyone.all_reduce(sums).tolist()
             parts = ranks * engine.mesh.size("data") / engine.world.size
         if parts > 1 and isfinite(small):
@@ -349,14 +349,14 @@ class Step:
         ):
             sums = self.executor.run(forward, prepared, training=False)
         metrics, _ = self.agree(sums, read)
-        counted = self.engine.objective.normalize(metrics)
+        terms_per_token = self.engine.objective.normalize(metrics)
         ledger.phase = "other"
         if not learns(tokens, metrics["loss"]):
-            own = set(self.engine.objective.metrics)
+            of_objective = set(self.engine.objective.metrics)
             return EvaluationResult(
-                {name: nan if name in own else value for name, value in metrics.items()}, 0, 0.0
+                {name: nan if name in of_objective else value for name, value in metrics.items()}, 0, 0.0
             )
-        return EvaluationResult(metrics, tokens, max(1, tokens) * counted)
+        return EvaluationResult(metrics, tokens, max(1, tokens) * terms_per_token)
 
     def read(self, micro_batches: Iterator[MicroBatch]) -> ReadBatches:
         """Read all micro-batches, and count tokens over the data ranks. Collective.
@@ -393,7 +393,7 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions, first)
 
-    def choices_of(
+    def routing_choices(
         self, choices: ChoicesOf, state: TrainState, micro_batch: int, micro: MicroBatch
     ) -> RoutingChoices | None:
         """Return the recorded or requested routing choices of this rank's micro-batch."""
@@ -415,13 +415,13 @@ class Step:
             The metrics and all reduced sums. Metrics of the objective are means over the predicted tokens in
             `read`, auxiliary losses are means over its real tokens.
         """
-        engine, own = self.engine, self.engine.objective.metrics
+        engine, names = self.engine, self.engine.objective.metrics
         if not self.counts_tokens:
             sums = sums.clone()
-            sums[: len(own)] = 0
+            sums[: len(names)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()
-        counts = [max(1, read.predicted)] * len(own) + [max(1, read.real)] * len(self.auxiliary_loss_names)
-        metrics = zip((*own, *self.auxiliary_loss_names), totals, counts, strict=False)
+        counts = [max(1, read.predicted)] * len(names) + [max(1, read.real)] * len(self.auxiliary_loss_names)
+        metrics = zip((*names, *self.auxiliary_loss_names), totals, counts, strict=False)
         return {name: total / count for name, total, count in metrics}, totals
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from typing import TYPE_CHECKING, TypeVar
 
@@ -128,11 +128,7 @@ class StepSeconds(Hook):
             return
         if len(self.records) == 1 and self.records[0].step == self._first:
             self.records.clear()
-        self.records.append(
-            StepRecord(
-                record.step, done.seconds, record.phases, record.inside, record.calls, record.recompute
-            )
-        )
+        self.records.append(replace(record, seconds=done.seconds))
 
     def at_end(self, decision: StepDecision) -> None:  # noqa: ARG002
         """Compute the mean over the ranks of the predicted stage and over undisturbed steps. Collective."""

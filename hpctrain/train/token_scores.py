@@ -52,7 +52,7 @@ def log_probabilities_of(
     Yields:
         Tensors [n, s], the same on all ranks, with 0 where there is no target.
     """
-    return _of_all(step, batches, partial(log_probabilities, sampling=sampling))
+    return _values_of_all(step, batches, partial(log_probabilities, sampling=sampling))
 
 
 def values_of(step: Step, batches: Batches) -> Iterator[Tensor]:
@@ -67,19 +67,23 @@ def values_of(step: Step, batches: Batches) -> Iterator[Tensor]:
     def scores(head: ScalarHead, hidden: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001
         return head.scores(hidden)
 
-    return _of_all(step, batches, scores)
+    return _values_of_all(step, batches, scores)
 
 
-def _of_all(step: Step, batches: Batches, function: TokenFunction) -> Iterator[Tensor]:
+def _values_of_all(step: Step, batches: Batches, function: TokenFunction) -> Iterator[Tensor]:
+    """Yield the values of all sequences, `MICRO_BATCHES` micro-batches of each data rank at a time."""
     count, size = batches.source.count, MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     for first in range(0, count, size):
         number = min(size, count - first)
-        yield _of_first(step, Batches(SampleWindow(batches.source, first, number), 0), number, function)
+        yield _values_of_first(
+            step, Batches(SampleWindow(batches.source, first, number), 0), number, function
+        )
 
 
-def _of_first(step: Step, batches: Batches, sequences: int, function: TokenFunction) -> Tensor:
-    engine, data = step.engine, step.engine.mesh
-    rank, ranks = data.coordinate("data"), data.size("data")
+def _values_of_first(step: Step, batches: Batches, sequences: int, function: TokenFunction) -> Tensor:
+    """Return the values of the first `sequences` sequences [n, s] on all ranks. Collective."""
+    engine, mesh = step.engine, step.engine.mesh
+    rank, ranks = mesh.coordinate("data"), mesh.size("data")
     micro_batches = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size)).micro_batches
     one, metrics = torch.ones((), device=engine.world.device), len(engine.objective.metrics)
     prepared, recorders = [], []
@@ -94,7 +98,7 @@ def _of_first(step: Step, batches: Batches, sequences: int, function: TokenFunct
     # The ranks with a part of the sequence compute its values. One of them contributes, the others add zeros.
     values_of_all = torch.zeros(sequences, engine.architecture.sequence)
     for number, each in enumerate(recorders):
-        if each.values is not None and engine.mesh.coordinate("tensor") == 0:
+        if each.values is not None and mesh.coordinate("tensor") == 0:
             first = (number * ranks + rank) * step.micro_size
             rows = each.values.t()[: max(0, sequences - first)].cpu()
             values_of_all[first : first + len(rows), engine.positions.cpu()] = rows

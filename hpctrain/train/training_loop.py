@@ -26,7 +26,7 @@ from hpctrain.train.mirror_hook import start_mirrors
 from hpctrain.train.reference_scores import copy_references
 from hpctrain.train.rollback import Rollback
 from hpctrain.train.routing import RoutingRecorder
-from hpctrain.train.run_hooks import EightBitWatch, Evaluation, SlowRanks, StepReport, TraceRecorder
+from hpctrain.train.run_hooks import Evaluation, QuantizationLossHook, SlowRanks, StepReport, TraceRecorder
 from hpctrain.train.signals import Signals
 from hpctrain.train.skipped_steps import reason_to_stop
 from hpctrain.train.spike_response import SpikeResponse
@@ -187,7 +187,7 @@ class Loop:
             self.report,
             *([run.routing.record_into(Path(run.deck.run.dir))] if run.routing is not None else []),
             *([DeadExperts(trainer.engine.shape, run.world.rank)] if run.deck.model.experts else []),
-            *([EightBitWatch(trainer)] if run.deck.precision.fp8_watch else []),
+            *([QuantizationLossHook(trainer)] if run.deck.precision.fp8_watch else []),
             checkpoints,
             *start_mirrors(run.deck, run.world, checkpoints, trainer.state),
         ]
@@ -261,7 +261,7 @@ class Loop:
         if weight is None:
             self.save_unless_saved()
             self.checkpoints.finish()
-        cause = f"step {step}: {self.report.skipped}" if weight is None else f"{weight}"
+        cause = f"step {step}: {self.report.skip_reason}" if weight is None else f"{weight}"
         with self.trainer.world.agreement():
             raise HpctrainError(f"{self.deck.run.dir}: {reason}; {cause}")
 
@@ -278,7 +278,7 @@ class Loop:
 
     def save_unless_saved(self) -> None:
         """Write a checkpoint of the present state, if there is none. Collective."""
-        if not self.checkpoints.has(self.trainer.state.step):
+        if not self.checkpoints.has_newest(self.trainer.state.step):
             self.save()
 
     def save(self) -> None:

@@ -323,7 +323,7 @@ def test_what_is_remembered_of_evaluations() -> None:
         "2 evaluations without a lower validation loss; lowest 2.0000 after step 3 (run.patience = 2)"
     )
     without = BestSoFar(small_deck("run.patience=2", "run.evaluate_every=1"))
-    without.resume({**best.stored(), "of": without.of, "keeps": True})
+    without.resume({**best.stored(), "of": without.set_name, "keeps": True})
     assert (without.step, without.loss, without.checkpoint_step, without.keeps) == (3, 2.0, 0, False)
     without.resume({**best.stored(), "loss": "low"})
     assert without.step == 0

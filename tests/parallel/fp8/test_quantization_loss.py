@@ -19,7 +19,7 @@ from hpctrain.parallel.fp8.quantization_loss import (
 from hpctrain.parallel.fp8.quantize import Scaling
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.step_statistics import StepStatistics
-from hpctrain.train.run_hooks import EightBitWatch
+from hpctrain.train.run_hooks import QuantizationLossHook
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.parallel.fp8.given import normal
 
@@ -131,7 +131,7 @@ def test_being_watched_changes_no_bit(world: World, recipe: str) -> None:
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_steps_are_watched_as_a_deck_says(world: World) -> None:
     run = trainer(world, small_deck(*KEYS, "precision.fp8=row", "precision.fp8_watch=2"))
-    run.hooks.append(EightBitWatch(run))
+    run.hooks.append(QuantizationLossHook(run))
     rows = [loss_metrics(run.train_step().statistics) for _ in range(5)]
     assert [row is not None for row in rows] == [False, True, False, True, False]
 
