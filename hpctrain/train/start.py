@@ -99,7 +99,7 @@ def _start_module(path: Path, engine: Engine) -> str:
     left = load_by_name(path, engine.world, entries, names, _folder_view(engine))
     engine.stage.optimizer.copy_to_parameters()
     engine.stage.replica_sync.begin(engine.stage.optimizer)
-    return f"initialized from the values of {path}" + (f"; {left}" if left else "")
+    return f"initialized from the weights of {path}" + (f"; {left}" if left else "")
 
 
 def _folder_view(engine: Engine) -> Callable[[TensorFolder], TensorFolder] | None:

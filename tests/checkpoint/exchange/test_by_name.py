@@ -50,7 +50,7 @@ def test_a_folder_of_safetensors_gives_all_values(
     expected = stored(world, mpi_tmp_path, kind)
     deck = with_source(kind, mpi_tmp_path, f"layout.zero={zero * (world.size > 1)}")
     training = trainer(world, deck)
-    assert start_from_source(deck, training.engine) == f"initialized from the values of {mpi_tmp_path}"
+    assert start_from_source(deck, training.engine) == f"initialized from the weights of {mpi_tmp_path}"
     for name, value in whole_parameters(training).items():
         assert torch.equal(value, expected[name]), name
     module = training.engine.stage.models[0].module
