@@ -150,7 +150,7 @@ def _sequence_note(keys: Mapping[str, Any]) -> str:
     """Return a note about a model without a longest sequence; "" for other models."""
     if "batch.sequence" in keys:
         return ""
-    return f"config.json has no longest sequence, so that of the checkpoint is {UNLIMITED_SEQUENCE} tokens"
+    return f"config.json has no maximum length, so that of the checkpoint is {UNLIMITED_SEQUENCE} tokens"
 
 
 def module_deck(keys: Mapping[str, Any], out: Path, folder: Path) -> Deck:
