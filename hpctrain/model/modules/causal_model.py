@@ -59,6 +59,12 @@ _ENCODER_VALUES: Mapping[str, object] = {
 }
 """Values in the configurations of encoders, by their keys."""
 
+_DECODER_REMEDY = (
+    "to train it as a decoder, write its folder with transformers: "
+    "AutoModelForCausalLM.from_pretrained(DIR, is_decoder=True).save_pretrained(OUT)"
+)
+"""Remedy for a model that is an encoder unless its configuration has `"is_decoder": true`."""
+
 _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 """Types of models whose configuration has `is_decoder`, but whose attention does not depend on it."""
 
@@ -189,9 +195,10 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     ignored = () if depends else ("is_decoder",)
     for name, value in _ENCODER_VALUES.items():
         if getattr(model.config, name, None) == value and name not in ignored:
+            remedy = f"; {_DECODER_REMEDY}" if name == "is_decoder" else ""
             raise HpctrainError(
                 f"{where}: {name} = {value!r}: this {type(model).__name__} is an encoder, whose predictions "
-                "depend on later tokens"
+                f"depend on later tokens{remedy}"
             )
     used = [getattr(each, "config", None) for each in model.modules()]
     for key in _modalities(type(model.config)):
@@ -232,7 +239,7 @@ def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
     kind = config.get("model_type")
     version = f"transformers {transformers.__version__}"
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        code = ", whose code in the folder is not used" if "auto_map" in config else ""
+        code = ", and code in the folder (auto_map) is not used" if "auto_map" in config else ""
         raise HpctrainError(f"{where}: model_type = {kind!r}: unknown to {version}{code}")
     if kind in _NOT_CAUSAL:
         raise HpctrainError(f"{where}: model_type = {kind!r}: {_NOT_CAUSAL[kind]}")
@@ -278,9 +285,14 @@ def _class_problems(config: Mapping[str, Any], known: tuple[str, ...], version: 
     if not known:
         yield f"{named_text}: {version} has no causal language model of this type"
     elif named is not None and (not isinstance(named, list) or not set(named) & set(known)):
+        import transformers
+
+        classes = [getattr(transformers, name) for name in known if hasattr(transformers, name)]
+        depends = kind not in _ALWAYS_CAUSAL and config.get("is_decoder") is not True
+        remedy = f"; {_DECODER_REMEDY}" if depends and reads_key(classes, "is_decoder") else ""
         yield (
             f"{named_text}: unsupported architecture; expected {' or '.join(known)}, the causal language "
-            f"model of this type in {version}"
+            f"model of this type in {version}{remedy}"
         )
     tables = [config, *(value for value in config.values() if isinstance(value, dict))]
     if any(table.get("quantization_config") for table in tables):

@@ -88,15 +88,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"model_type": "nothing"}, "model_type = 'nothing': unknown to transformers"),
     "code": (
         {"model_type": "custom", "auto_map": {"AutoModelForCausalLM": "code.Model"}},
-        "model_type = 'custom': unknown to transformers .*, whose code in the folder is not used",
+        r"model_type = 'custom': unknown to transformers .*, and code in the folder \(auto_map\) is not used",
     ),
     "masked": (
         {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-        r"architectures = \['BertForMaskedLM'\], model_type = 'bert': unsupported architecture; expected",
+        r"architectures = \['BertForMaskedLM'\], model_type = 'bert': unsupported architecture; expected "
+        r"BertLMHeadModel, .*; to train it as a decoder, .*is_decoder=True",
     ),
     "encoder": (
         {"model_type": "bert", "architectures": ["BertLMHeadModel"], "num_hidden_layers": 1},
-        "is_decoder = False: this BertLMHeadModel is an encoder",
+        "is_decoder = False: this BertLMHeadModel is an encoder, .*; to train it as a decoder, .*=True",
     ),
     "encoder without its class": (
         {"model_type": "roberta"},
