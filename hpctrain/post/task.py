@@ -35,7 +35,7 @@ from hpctrain.post.rewards.reward_interface import is_exact_match
 from hpctrain.post.task_rows import Choice, WrittenAnswer, is_choice, read_rows
 from hpctrain.report.terminal import columns
 from hpctrain.text import counted, escaped, fitted
-from hpctrain.train.evaluate import known_tokenizer
+from hpctrain.train.evaluate import known_tokenizer, step_clause
 from hpctrain.train.inference_engine import load_inference_engine
 from hpctrain.train.step import Step
 from hpctrain.train.token_scores import log_probabilities_of
@@ -183,7 +183,7 @@ def evaluate_task(
                 strict_json({"checkpoint": str(path), "step": state.get("step"), "tasks": results}, indent=1)
             )
             return
-        show("\n".join([*_table(results), "", f"{path}, step {state.get('step')}{layout}"]))
+        show("\n".join([*_table(results), "", f"{path}{step_clause(state)}{layout}"]))
 
 
 def _choice_metrics(rows: Sequence[Choice], scores: npt.NDArray[np.float64]) -> dict[str, Any]:

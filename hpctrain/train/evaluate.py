@@ -134,11 +134,16 @@ def evaluate(
             "layout": {**engine.mesh.sizes, "zero": deck.layout.zero},
             "evaluations": rows,
         }
-        where = f"{path}, step {state.get('step')}, on {sizes_text(engine.mesh.sizes)}"
+        where = f"{path}{step_clause(state)}, on {sizes_text(engine.mesh.sizes)}"
         if reference is not None:
             facts["reference"] = deck.model.source or f"run.seed = {deck.run.seed}"
             where += f", against the model of {facts['reference']}"
         show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", escaped(where)]))
+
+
+def step_clause(state: Mapping[str, Any]) -> str:
+    """Return ", step N" for the state of a run's checkpoint; "" for an imported model, which has no step."""
+    return f", step {state['step']}" if "step" in state else ""
 
 
 def mean_metrics(

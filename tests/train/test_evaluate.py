@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.cli.evaluate import command
@@ -95,6 +96,17 @@ def test_in_parts_it_finds_the_same(
         assert " ".join(head.split()) == "token file sequences target tokens loss perplexity bits/byte"
         assert first.split()[1:3] == second.split()[1:3] == ["5", "160"]
         assert where.startswith(f"{run / 'checkpoints' / 'latest'}, step 2, on pipeline 1 x ")
+
+
+@pytest.mark.mpi(max_size=1)
+def test_an_imported_model_has_no_step(world: World, run: Path, mpi_tmp_path: Path) -> None:
+    checkpoint, folder, imported = run / "checkpoints" / "latest", mpi_tmp_path / "hf", mpi_tmp_path / "m.h5"
+    export_model(world, checkpoint, folder, None, 1 << 30)
+    import_model(world, folder, imported)
+    shown: list[str] = []
+    data = EvaluationData([run.parent / "b.h5"], 3)
+    evaluate(world, imported, data, (), False, shown.append, lambda _: None)
+    assert shown[0].splitlines()[-1].startswith(f"{imported}, on pipeline 1 x ")
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
