@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.deck.code import is_target, resolve_target
+from hpctrain.deck.code import CAUSAL_MODEL, is_target, resolve_target
 from hpctrain.deck.key import expand_user_path, key_name
 from hpctrain.deck.problem import DeckProblem, multiples
 from hpctrain.deck.sections.layout import schedule_problems
@@ -121,12 +121,16 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
     for name in starmap(key_name, Model.model_fields.items()):
         given = deck.sources.places.get(f"model.{name}")
         if name not in MODULE_KEYS and given is not None and not given.note:
-            yield DeckProblem(
-                f"model.{name}",
-                "has no effect with model.module (leave it out, or use [model.arguments])",
-            )
+            remedy = "leave it out" + ("" if _has_stored_config(deck) else ", or use [model.arguments]")
+            yield DeckProblem(f"model.{name}", f"has no effect with model.module ({remedy})")
     yield from _pipeline(deck)
     yield from _tensor(deck)
+
+
+def _has_stored_config(deck: Deck) -> bool:
+    """Return True if [model.arguments] contain a config.json, as `model.from` sets them."""
+    config = (deck.model.arguments or {}).get("config")
+    return deck.model.module == CAUSAL_MODEL and str(config).lstrip().startswith("{")
 
 
 def _tensor(deck: Deck) -> Iterator[DeckProblem]:
@@ -134,6 +138,9 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     tensor, sequence = deck.layout.tensor, deck.batch.sequence
     if tensor > 1 and deck.model.plan is None:
         sentence = 'requires model.plan for a module (models of transformers may use "its own")'
+        if _has_stored_config(deck):
+            # model.from sets the plan of every model that has one.
+            sentence = "requires model.plan, a table of patterns: transformers has no plan for this model"
         yield DeckProblem("layout.tensor", sentence, ("model.plan", *_WITH))
     if tensor == 1 or not deck.layout.sequence_parallel:
         return

@@ -66,6 +66,14 @@ def test_a_folder_determines_the_keys_of_a_module(folder: Path) -> None:
         deck_of(folder, "model.layers=3")
 
 
+def test_errors_of_keys_know_what_config_json_describes(tmp_path: Path) -> None:
+    tiny_model("bloom").save_pretrained(tmp_path / "bloom")  # type: ignore[operator]
+    with pytest.raises(HpctrainError, match=r"tensor=2: requires model.plan, .*no plan for this model"):
+        deck_of(tmp_path / "bloom", "layout.tensor=2")
+    with pytest.raises(HpctrainError, match=r"heads=8: has no effect with model.module \(leave it out\)"):
+        deck_of(tmp_path / "bloom", "model.heads=8")
+
+
 def test_both_generations_of_configurations_are_the_same_model() -> None:
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "model_type": "helium"}
