@@ -59,12 +59,21 @@ def test_there_and_back(folder: Path, launch: Launch, tmp_path: Path) -> None:
     )
     done = launch(0, "-m", "hpctrain", "plan", "deck.toml", "--ranks=2")
     assert done.returncode == 0 and "gpt2, 11K parameters" in done.stdout
+    for file in ("theirs/config.json", "theirs/model.safetensors"):
+        done = launch(0, "-m", "hpctrain", "deck", "deck.toml", f"--set=model.from={file}")
+        assert done.returncode == 2 and f"{file}: is a file; give its folder" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("verb", "code", "told"),
     [
-        ("import nowhere out.h5", 3, "nowhere: no such file or folder"),
+        ("import nowhere out.h5", 3, "nowhere: no such file or folder\n"),
+        (
+            "import maker/model out.h5",
+            3,
+            "maker/model: no such file or folder; nothing is downloaded: fetch ",
+        ),
+        ("import cut/config.json out.h5", 2, "cut/config.json: is a file; give its folder, which must "),
         ("import cut out.h5", 3, "cut/model.safetensors: damaged or truncated safetensors: "),
         ("export theirs/config.json out", 2, "theirs/config.json: not an HDF5 file, so not a checkpoint"),
         ("import cut .", 2, ".: is a folder (name a file)"),

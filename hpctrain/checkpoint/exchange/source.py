@@ -207,7 +207,7 @@ class SourceReader(EpochReader):
             InputOutputError: A file cannot be read.
         """
         source = Path(path)
-        if _is_checkpoint(source) and source.suffix != ".safetensors":
+        if _is_checkpoint(source):
             structure = examine(source)
             if keys := stored_module_keys(structure):
                 return keys
@@ -281,7 +281,7 @@ def source_state(path: Path, vocabulary: int | None) -> dict[str, Any]:
     if path.is_dir():
         text, settings, _ = tokenizer_of_folder(path, vocabulary)
         return tokenizer_state(text, settings)
-    if not _is_checkpoint(path) or path.suffix == ".safetensors":
+    if not _is_checkpoint(path):
         return tokenizer_state(None, TokenizerSettings())
     return dict(examine(path).state)
 
@@ -304,8 +304,6 @@ def training_note(path: Path, dropout: float = 0.0) -> str:
 
 def source_shape(path: Path) -> ModelShape:
     """Return the shape of the model in a Hugging Face folder or a checkpoint, without reading a tensor."""
-    if path.suffix == ".safetensors":
-        raise HpctrainError(f"{path}: contains only tensors; give its folder, which must contain a {CONFIG}")
     return stored_shape(examine(path)) if _is_checkpoint(path) else _folder_shape(path)
 
 
@@ -494,13 +492,18 @@ def _describe_adapters(adapters: Adapters) -> str:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if a path is that of a checkpoint of hpctrain, False for a folder or a pickle."""
-    return not path.is_dir() and (path.is_file() or path.suffix == ".h5") and path.suffix not in PICKLES
+    """Return True if a path is that of a checkpoint of hpctrain, False for a folder or a file of one."""
+    in_folder = path.suffix in (".safetensors", ".json", *PICKLES)
+    return not path.is_dir() and (path.is_file() or path.suffix == ".h5") and not in_folder
 
 
 def _folder_shape(path: Path) -> ModelShape:
-    require_exists(path, "file or folder")
+    is_hub_name = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
+    hub = f"; nothing is downloaded: fetch a model of the hub with `hf download {path} --local-dir FOLDER`"
+    require_exists(path, f"file or folder{hub if is_hub_name else ''}")
     refuse_pickle(path)
+    if path.is_file():
+        raise HpctrainError(f"{path}: is a file; give its folder, which must contain a {CONFIG}")
     if not (path / CONFIG).is_file():
         hint = "; give one of the checkpoints of this run" if (path / "checkpoints").is_dir() else ""
         raise HpctrainError(f"{path}: is not a Hugging Face folder, since it has no {CONFIG}{hint}")
