@@ -231,7 +231,7 @@ def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bo
     Reductions that are in flight at the same time take it once each.
 
     Args:
-        elements: Number of elements of the tensor that each rank gives.
+        elements: Number of elements of each rank's input tensor.
         itemsize: Size of an element in bytes.
         size: Number of ranks.
         scattered: True for a reduce-scatter, False for an all-reduce.

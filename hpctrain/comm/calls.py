@@ -33,7 +33,7 @@ class Call:
 
     Attributes:
         operation: Name of the method, such as "all_reduce".
-        tensor: Contiguous tensor that this rank gives, or None. Not held after the operation is complete.
+        tensor: Contiguous input tensor of this rank, or None. Dropped when the operation is complete.
         output: Contiguous tensor that it receives into, or None; the same as `tensor` for in-place
             operations.
         blocking: True if the transport must complete the operation before `Transport.run` returns.

@@ -91,8 +91,8 @@ class Group:
 
     `start_x` starts the operation x and returns a `Work`. `x` takes the same arguments, but waits, and
     returns the result of the handle. Ranks as arguments (`root`, `source`) are numbers in this group. All
-    ranks call collective operations in the same order; arguments that this rank can see to be wrong are an
-    AssertionError.
+    ranks call collective operations in the same order. Arguments that this rank can recognize as wrong raise
+    an AssertionError.
 
     A row is one index of dim 0. Tensors that are changed in place, and every `output`, must be contiguous;
     other inputs are copied if they are not. Shapes and dtypes that do not match those of other ranks are
@@ -240,7 +240,7 @@ class Group:
             output: Contiguous tensor for this rank's rows, or None to allocate one. It may be these rows of
                 `tensor`.
             sizes: Number of rows of each rank, the same list on all ranks. None if they are equal; then the
-                number of rows must be divisible by that of the ranks, otherwise it is an AssertionError.
+                number of ranks must divide the number of rows (otherwise an AssertionError is raised).
             reduction: "sum", "max" or "min".
             blocking: True if the caller waits for the handle at once.
 
@@ -290,7 +290,7 @@ class Group:
                 `output`.
             output: Contiguous tensor for the rows of all ranks, in rank order, or None to allocate one.
             sizes: Number of rows of each rank, the same list on all ranks; equal if None. If `tensor` has
-                another number of rows, it is an AssertionError.
+                another number of rows, an AssertionError is raised.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -322,7 +322,7 @@ class Group:
             output: Contiguous tensor for these rows, in rank order, or None to allocate one; only `root` uses
                 it.
             sizes: Number of rows of each rank, the same list on all ranks; equal if None. If `tensor` has
-                another number of rows, it is an AssertionError.
+                another number of rows, an AssertionError is raised.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -356,7 +356,7 @@ class Group:
             output: Contiguous tensor for this rank's rows, of the same dtype.
             root: Number of the sending rank in this group.
             sizes: Number of rows of each rank, the same list on all ranks; equal if None. If `output` has
-                another number of rows, it is an AssertionError.
+                another number of rows, an AssertionError is raised.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -394,9 +394,9 @@ class Group:
                 allocate one with the other dims of `tensor`.
             send_sizes: Number of rows for each rank. None if they are equal; then the number of rows must be
                 divisible by that of the ranks.
-            receive_sizes: Number of rows from each rank, which must be what that rank sends; this is not
-                checked, and may be a hang. Either both lists are given or none of them; they differ from rank
-                to rank.
+            receive_sizes: Number of rows from each rank, which must be what that rank sends. This is not
+                checked; wrong numbers may lead to a hang. Either both lists are given or none of them. They
+                differ from rank to rank.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -546,7 +546,7 @@ class Group:
         if work is None:
             call.release()
             return Work(result)
-        # The host neither waits for what a stream orders, nor has to help it on.
+        # Operations on a GPU stream make progress by themselves, so the host need not test them.
         in_flight = set[StartedWork[Any]]() if transport.completes_on_stream else self._in_flight
         return StartedWork(result, work, call, self.ledger, entry, span, in_flight)
 
@@ -566,7 +566,7 @@ class Group:
 
     def _rows_per_rank(self, tensor: Tensor) -> int:
         rows, rest = divmod(tensor.shape[0], self.size)
-        assert rest == 0, f"{self}: {tensor.shape[0]} rows do not divide; give sizes"
+        assert rest == 0, f"{self}: {tensor.shape[0]} rows cannot be divided equally; pass their sizes"
         return rows
 
     def _total_bytes(self, part: Tensor, counts: Sequence[int] | None) -> int:

@@ -163,9 +163,9 @@ class GroupFactory:
             axes: Names of its axes.
             ranks: Ranks of this world that it consists of, in the order of the communicator.
             communicator: Communicator of these ranks, which the group uses from now on.
-            transport: Name of the transport, one of TRANSPORTS; others, also "auto", are a KeyError. Whether
-                it suits the device is not checked. "shared" needs `open_memory` first, otherwise MPI messages
-                are used. "nccl" and "gloo" need `open_store` first.
+            transport: Name of the transport, one of TRANSPORTS. Other names, also "auto", raise a KeyError.
+                Whether it suits the device is not checked. "shared" needs `open_memory` first, otherwise MPI
+                messages are used. "nccl" and "gloo" need `open_store` first.
             device: Device on which `Group.empty` allocates tensors.
         """
         root_world_ranks = tuple(self.ranks[rank] for rank in ranks)

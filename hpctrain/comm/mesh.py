@@ -153,8 +153,8 @@ class Mesh(GroupSource):
     def coordinate(self, axis: str) -> int:
         """Return this rank's coordinate along one of AXES or EXPERT_AXES, from 0. Local.
 
-        Other names are an AssertionError, and so is "expert_data" in a mesh without experts if a pipeline
-        stage has more than one rank.
+        Other names raise an AssertionError. So does "expert_data" in a mesh without experts whose pipeline
+        stages have several ranks.
         """
         return self._coordinates[axis] if axis in self._coordinates else self.group(axis).rank
 
@@ -171,8 +171,8 @@ class Mesh(GroupSource):
         The constructor made the groups, so repeated calls return the same one. There is one for each of AXES,
         for ("data", "context"), ("context", "tensor") and ("expert", "expert_tensor"), and for each of
         EXPERT_AXES. In a mesh without experts, "expert_data" has none if a pipeline stage has several ranks,
-        and the other groups of experts consist of this rank alone. No axes, other axes, or another order are
-        an AssertionError.
+        and the other groups of experts consist of this rank alone. An AssertionError is raised for no axes,
+        for other axes and for another order.
         """
         assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
         return self._groups[axes]
@@ -286,8 +286,8 @@ def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the number of ranks along each of EXPERT_AXES, by its name.
 
     The size of "expert_data" is the number of ranks of a pipeline stage (data x context x tensor) divided by
-    the sizes of "expert" and "expert_tensor", of which it must be a multiple; otherwise it is an
-    AssertionError. Without experts in `sizes`, these are 1, and "expert_data" is the whole stage.
+    expert x expert_tensor. If this product does not divide it, an AssertionError is raised. Without experts
+    in `sizes`, both are 1, and "expert_data" has all ranks of the stage.
 
     Args:
         sizes: Number of ranks along each of AXES, and along "expert" and "expert_tensor" if there are

@@ -131,7 +131,7 @@ class PlannedTransport(Transport):
 
 
 class EchoTransport(PlannedTransport):
-    """Transport that copies what a rank gives into its output, as often as it fits there."""
+    """Transport that fills the output of a call with copies of its input."""
 
     @override
     def run(self, call: Call) -> None:
@@ -188,12 +188,12 @@ class PlannedMesh(GroupSource):
         stage: Pipeline stage of the rank.
         ranks_per_node: Number of consecutive ranks that share a node.
         device: Device that the ranks would compute on.
-        place: Number of the rank among the ranks of its pipeline stage, from 0.
+        rank_in_stage: Number of the rank among the ranks of its pipeline stage, from 0.
         transport: Name of the transport that the ranks would use, as in the deck.
         calls: Behavior of the calls of its groups.
 
     Attributes:
-        made: All groups that were made so far and have communicators of their own.
+        communicating_groups: All groups that were made so far and have communicators of their own.
     """
 
     def __init__(
@@ -202,18 +202,18 @@ class PlannedMesh(GroupSource):
         stage: int,
         ranks_per_node: int,
         device: torch.device = HOST,
-        place: int = 0,
+        rank_in_stage: int = 0,
         transport: str = "mpi",
         calls: PlannedCalls | None = None,
     ) -> None:
         self.sizes = sizes
-        self.rank = stage * (rank_count(sizes) // sizes["pipeline"]) + place
+        self.rank = stage * (rank_count(sizes) // sizes["pipeline"]) + rank_in_stage
         self.ledger = Ledger()
         self._shared = transport in {"auto", "shared"} and on_host(device)
         self._ranks_per_node, self._device = ranks_per_node, device
         self._calls = calls or PlannedCalls()
         self._groups: dict[tuple[str, ...], Group] = {}
-        self.made: list[Group] = []
+        self.communicating_groups: list[Group] = []
 
     @override
     def group(self, *axes: str) -> Group:
@@ -237,7 +237,7 @@ class PlannedMesh(GroupSource):
         transport = PlannedTransport(rank, size, self._calls, self._shared, self._nodes_of(ranks))
         group = planned_group(axes, rank, size, self.ledger, ranks, transport)
         group.computes_on = self._device
-        self.made.append(group)
+        self.communicating_groups.append(group)
         return group
 
     def _share(self, group: Group, axes: tuple[str, ...]) -> Group:

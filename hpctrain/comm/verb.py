@@ -31,7 +31,7 @@ def run_verb(
     InputOutputError, as which an OSError counts). If only one rank raises it and the others do not end within
     seconds, it ends them. Nothing is printed if stdout is a closed pipe. Any other exception prints its
     traceback, or one sentence if memory ran out, and ends the job with exit code 70. An interrupt ends it
-    with 130. SystemExit gives its own code.
+    with 130. The code of a SystemExit is kept.
 
     Args:
         verb: Function of the World whose result is the exit code; None means 0.

@@ -24,11 +24,11 @@ Result = TypeVar("Result", bound="Tensor | None")
 
 
 class Work(Generic[Result]):
-    """Handle of an operation of a Group. This base class is one that is complete.
+    """Handle of an operation of a Group. This base class is the handle of an operation that is complete.
 
     Complete means that the result may be used, on a GPU by later work of the current stream, and that the
-    tensors that were passed may be changed. The other ranks need not be as far. `test` is local. `wait` may
-    return only after the other ranks of the operation have started it, too.
+    tensors that were passed may be changed. On other ranks the operation may be incomplete. `test` is local.
+    `wait` may return only after the other ranks of the operation have started it, too.
 
     Args:
         result: What `wait` returns.

@@ -1,4 +1,4 @@
-"""World: rank, node and device of this process, and the group of all ranks. Verbs make it, imports do not."""
+"""World: rank, node and device of this process, and the group of all ranks. No import makes one."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ class World:
         """Make transfers of `everyone`, and of groups that are made later, as slow as over a link.
 
         Collective. Other groups that exist already stay as they are. All ranks must be on one machine, since
-        they compare their clocks; otherwise it is an AssertionError.
+        they compare their clocks; otherwise an AssertionError is raised.
 
         Args:
             link: Speed (bytes per second) and latency (seconds) of the link of a rank; None ends the
@@ -362,8 +362,8 @@ class World:
         until MPI is finalized.
 
         Args:
-            ranks: Ranks of this world that form the subworld, in rising order; this rank is among them. If
-                the ranks of a subworld pass different numbers of ranks, it is an AssertionError.
+            ranks: Ranks of this world that form the subworld, in rising order; this rank is among them. An
+                AssertionError is raised if the ranks of a subworld pass different numbers of ranks.
         """
         assert self.rank in ranks, (self.rank, ranks)
         with self._agreements.record(Call("subworld")):
@@ -431,11 +431,10 @@ class World:
         Args:
             axes: Names of its axes, by which logs and the ledger name it.
             ranks: Ranks of this world, in rising order, with this one among them.
-            transport: "nccl", "shared", "mpi" or "gloo"; others, also "auto", are a KeyError. "nccl" concerns
-                tensors on GPUs only; those in CPU memory always use MPI then. "shared" uses shared memory
-                only after `share_memory`, otherwise MPI messages. "nccl" and "gloo" need `open_store`
-                before.
-                `choose_transport` returns a name that all ranks can use.
+            transport: "nccl", "shared", "mpi" or "gloo"; `choose_transport` returns a name that all ranks can
+                use. Other names, also "auto", raise a KeyError. "nccl" is for tensors on GPUs only; those in
+                CPU memory then use MPI. "shared" uses shared memory only after `share_memory`, otherwise MPI
+                messages. "nccl" and "gloo" need `open_store` before.
             parent: Group that is split, to which all of `ranks` belong; `everyone` if None.
         """
         parent = parent or self.everyone

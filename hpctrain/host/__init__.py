@@ -1,1 +1,1 @@
-"""The machine below the ranks: launchers, the MPI library, memory, processors, processes and their checks."""
+"""The machine on which ranks run: launchers, MPI library, memory, processors, child processes, doctor."""

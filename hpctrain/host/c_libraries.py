@@ -1,8 +1,8 @@
-"""Shared libraries that a compiler makes of C or C++ sources for this processor, and the cache of them.
+"""Shared libraries that are compiled from C or C++ sources for this processor, and their cache.
 
-A library is compiled for the processor on which it runs, and tried in another process, since a wrong one
-could end this process. Once tried, it is kept in the user's cache folder. The name of the file there depends
-on all that the library depends on: the source, the compiler and the processor.
+A library is compiled for the processor on which it runs. It is first called in another process, since a wrong
+library could crash this process. If that succeeds, it is stored in the user's cache folder. The name of its
+file there depends on everything that affects the library: the source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from hpctrain.files import delete_folder, files_named, read_bytes, user_cache
 from hpctrain.host.process_lifetime import kill_child
 
 SECONDS = 120.0
-"""Time limit of a compiler, and of the trial of a library."""
+"""Time limit, in seconds, of a compiler and of the trial of a library."""
 
-MOST_BYTES = 64 << 20
-"""Largest size of a file of the cache."""
+_LARGEST_CACHED_FILE = 64 << 20
+"""Largest size, in bytes, of a file that is read from the cache."""
 
 _PROCESSOR_FLAGS = ("-march=native", "-mcpu=native")
-"""Flags for the processor, of which the first one that a compiler knows is used. Those for ARM know only the
-second.
+"""Flags that select this processor. The first one that the compiler supports is used: some compilers for ARM
+support only the second.
 """
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _PROCESSOR_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-"""Fields of /proc/cpuinfo that tell types of processors apart."""
+"""Fields of /proc/cpuinfo by which types of processors differ."""
 
 _NOT_FINISHED = "not finished after {:.0f} s"
 
 _FOLDER_PREFIX = "hpctrain-compiler-"
 _OLD_SECONDS = 3600.0
-"""Age of a temporary folder from which on a killed run must have left it."""
+"""Age, in seconds, of a temporary folder above which its run must have been killed."""
 
 _END_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Program that becomes another one, which Linux kills when the rank that started it ends."""
+"""Program that replaces itself by another one, which Linux kills when the rank that started it ends."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Language:
     Attributes:
         name: Name of the language in messages.
         variable: Environment variable that names the compiler.
-        compilers: Commands that are looked for if the variable names none.
+        compilers: Commands that are tried in this order if the variable is not set.
         flags: Options of the compiler.
     """
 
@@ -95,15 +95,15 @@ def build_library(
     is_correct: Callable[[bytes], bool] = lambda _: True,
     options: Sequence[str] = (),
 ) -> bytes:
-    """Return the shared library of a source for this processor, new and tried, or from the cache. Local.
+    """Return the shared library of a source for this processor: from the cache, or compiled and tried. Local.
 
-    Without a cache folder that can be written, the library is compiled each time.
+    If the cache folder cannot be written, the library is compiled each time.
 
     Args:
-        source: File of C or C++.
-        program: Program of Python that calls all functions of the library whose file is its argument.
+        source: C or C++ file.
+        program: Python file that calls all functions of the library whose path is its argument.
         is_correct: Function that returns True if the results of a library are correct. It is called with a
-            new library that was tried.
+            new library after the program has run without an error.
         options: Further options of the compiler. A library in the cache is used only for the same options.
 
     Raises:
@@ -111,7 +111,7 @@ def build_library(
     """
     path = _cache_path(source, program, options)
     with suppress(OSError):
-        content = read_bytes(path, MOST_BYTES)
+        content = read_bytes(path, _LARGEST_CACHED_FILE)
         library, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
         if path.stat().st_uid == os.geteuid() and hashlib.sha256(library).digest() == digest:
             return library
@@ -152,7 +152,7 @@ def build_packaged_library(
 
 
 def _cache_path(source: Path, program: Path, options: Sequence[str]) -> Path:
-    """Return the file of the cache for a library."""
+    """Return the path of a library in the cache."""
     language = LANGUAGES[source.suffix]
     compiler = find_compiler(os.environ, language)
     status = Path(compiler[0]).resolve().stat()
@@ -185,8 +185,8 @@ def find_compiler(
         CompilerError: There is none.
     """
     variable, missing = language.variable, f"no {language.name} compiler"
-    given = environment.get(variable, "").strip()
-    for name in [given] if given else language.compilers:
+    requested = environment.get(variable, "").strip()
+    for name in [requested] if requested else language.compilers:
         try:
             words = shlex.split(name)
         except ValueError as error:
@@ -194,7 +194,7 @@ def find_compiler(
         path = shutil.which(words[0], path=environment.get("PATH"))
         if path is not None:
             return [path, *words[1:]]
-    raise CompilerError(f"{missing}: {given or ', '.join(language.compilers)} not found")
+    raise CompilerError(f"{missing}: {requested or ', '.join(language.compilers)} not found")
 
 
 def compile_library(
@@ -267,14 +267,14 @@ def try_library(content: bytes, program: Path) -> None:
 
 
 def open_library(content: bytes, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    """Load a library from memory, since folders of temporary files may forbid programs.
+    """Load a library from memory, since the folder of temporary files may be mounted without execution.
 
     Its file remains open. Otherwise another library could get the same name, by which the loader identifies
     libraries.
 
     Args:
         content: The library.
-        mode: `ctypes.RTLD_GLOBAL` if `ctypes.CDLL(None)` shall have its functions.
+        mode: `ctypes.RTLD_GLOBAL` to make its functions available in `ctypes.CDLL(None)`.
 
     Raises:
         OSError: The library cannot be loaded.

@@ -37,17 +37,17 @@ def reset_peak(device: torch.device) -> None:
 
 
 def available_bytes_of_gpu(device: torch.device) -> int:
-    """Return the bytes that tensors of this process can have on a GPU now, those that they have included.
+    """Return the bytes of a GPU that tensors of this process use or could allocate now.
 
-    The rest belongs to CUDA, to libraries such as NCCL, to other processes, and to their tensors.
+    All other memory of the GPU is used by CUDA, by libraries such as NCCL, or by other processes.
     """
     return free_gpu_bytes(device) + int(gpu_module(device).memory_reserved(device))
 
 
 def runtime_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that no tensors of this process have, for CUDA and libraries; 0 on a CPU.
+    """Return the bytes of a GPU that tensors of this process cannot use; 0 on a CPU.
 
-    What other processes have on the GPU is included.
+    They are used by CUDA, by libraries such as NCCL, or by other processes.
     """
     if on_host(device):
         return 0
@@ -56,7 +56,7 @@ def runtime_bytes(device: torch.device) -> int:
 
 
 def fragmented_bytes(device: torch.device) -> int:
-    """Return the most bytes of a GPU that torch has had beside its tensors' peak; 0 on a CPU."""
+    """Return the peak of torch's reserved memory on a GPU minus the peak of its tensors; 0 on a CPU."""
     return 0 if on_host(device) else int(gpu_module(device).max_memory_reserved(device)) - peak_bytes(device)
 
 

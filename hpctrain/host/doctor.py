@@ -425,9 +425,9 @@ def _write_together(h5py: ModuleType, world: MPI.Intracomm, path: Path) -> str:
     with h5py.File(path, "w", driver="mpio", comm=world) as file:
         file.create_dataset("ranks", (world.size,), dtype="i8")[world.rank] = world.rank + 1
     with h5py.File(path, "r", driver="mpio", comm=world) as file:
-        neighbour = (world.rank + 1) % world.size
-        read = int(file["ranks"][neighbour])
-    return "" if read == neighbour + 1 else f"rank {world.rank} read {read} instead of {neighbour + 1}"
+        neighbor = (world.rank + 1) % world.size
+        read = int(file["ranks"][neighbor])
+    return "" if read == neighbor + 1 else f"rank {world.rank} read {read} instead of {neighbor + 1}"
 
 
 def _slurm() -> DoctorFinding:

@@ -121,10 +121,10 @@ def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: i
         local_rank: Number of the rank on its node according to MPI.
         nodes: Number of nodes according to MPI.
     """
-    seen = (("rank", rank), ("rank on the node", local_rank), ("number of nodes", nodes))
+    of_mpi = (("rank", rank), ("rank on the node", local_rank), ("number of nodes", nodes))
     return [
         f"{name} = {environment[name]}, but MPI's {what} is {value}"
-        for name, (what, value) in zip(launcher_variables(environment)[1:], seen, strict=False)
+        for name, (what, value) in zip(launcher_variables(environment)[1:], of_mpi, strict=False)
         if environment.get(name, "").isdigit() and int(environment[name]) != value
     ]
 

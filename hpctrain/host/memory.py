@@ -27,12 +27,13 @@ _LARGEST_KEPT = 32 << 20
 """Largest block, in bytes, that glibc keeps when it is freed, if it is told to keep freed memory."""
 
 UNLIMITED = 2**60
-"""Limits from this size on are none: cgroups of version 1 write a large number instead."""
+"""Bytes from which on a limit counts as none. Cgroups of version 1 give a large number for no limit."""
 
-_USED = ("memory.current", "memory.usage_in_bytes")  # files of cgroups of versions 2 and 1
+_USED = ("memory.current", "memory.usage_in_bytes")
+"""Files with the used memory of a cgroup, in versions 2 and 1."""
 
-# Texts with which torch and the libraries below it report that there is no memory.
-_REFUSALS = re.compile(
+# Texts by which torch and the libraries that it uses report that memory has run out.
+_OUT_OF_MEMORY_TEXTS = re.compile(
     r"not enough memory|(can't|cannot) allocate memory|bad_alloc|can't start new thread", re.IGNORECASE
 )
 
@@ -97,8 +98,9 @@ def keep_freed_memory() -> bool:
 def release_freed_memory() -> None:
     """Return the free memory of the heap of tensors and of malloc to the system. Local.
 
-    A run calls it before it builds its model: free memory of measured kernels may lie where nothing later
-    fits, and would count as used to the end of the process. Only glibc's malloc returns its memory.
+    A run calls it after it has measured kernels and before it builds its model. Later tensors may not fit
+    into the gaps that the measurements left, which would count as used memory until the process ends. Of
+    malloc's memory, only that of glibc is returned.
     """
     release_tensor_heap()
     if sys.platform.startswith("linux") and _is_glibc():
@@ -214,7 +216,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(error, mpi.Exception):
         return bool(error.Get_error_class() == mpi.ERR_NO_MEM)
-    return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY_TEXTS.search(str(error)) is not None
 
 
 def _sizes(file: str, *names: str) -> list[int]:

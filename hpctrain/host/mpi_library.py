@@ -81,7 +81,7 @@ def communicator_of(objects: object) -> MPI.Intracomm:
     """Return `objects` itself, typed as an MPI communicator. Local.
 
     Args:
-        objects: `Group.objects`. Those of planned groups are not MPI communicators: an AssertionError.
+        objects: `Group.objects`. That of a planned group is no MPI communicator and raises an AssertionError.
     """
     assert isinstance(objects, MPI.Intracomm), objects
     return objects

@@ -34,7 +34,7 @@ _PREFIXES = (
 _SECRET = ("KEY", "PASSWORD", "SECRET", "TOKEN", "COOKIE")
 _SYSTEM_FILES = ("/etc/os-release", "/proc/meminfo", "/proc/self/cgroup")
 _LINES = 12
-"""Most lines that are taken from each file of the system."""
+"""Largest number of lines of each system file in the report."""
 
 
 def problem_report(findings: str, variables: Mapping[str, str]) -> str:

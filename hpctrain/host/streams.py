@@ -1,4 +1,4 @@
-"""Copies between host and GPU, and GPU streams beside the one that computes."""
+"""Copies between host and GPU, and GPU streams in addition to the stream that computes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.de
 def start_copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, copied by the device's current stream while the host goes on.
 
-    A tensor that is there is returned itself. A copy from the host to a GPU is made from pinned memory, since
-    the host would wait for a copy from other memory. Its source may be changed or dropped at once.
+    A tensor that is already on the device is returned itself. The host would wait for a copy from memory that
+    is not pinned, so a tensor in host memory is first copied to pinned memory. It may be changed at once.
     """
     if tensor.is_cpu and device.type not in {"cpu", "meta"}:
         tensor = tensor.pin_memory()
@@ -70,7 +70,7 @@ class StreamWork:
 
 
 class SideStream:
-    """GPU stream beside the stream that computes. It is made when it is first used."""
+    """GPU stream in addition to the stream that computes. It is made when it is first used."""
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -96,7 +96,7 @@ class SideStream:
         return StreamWork(stream.record_event())
 
     def follow(self) -> None:
-        """Let work that is started here from now on begin after all work that the current stream has."""
+        """Make later work of this stream wait for all work that the current stream has now."""
         self._make().wait_stream(gpu_module().current_stream())
 
     def copy_to_host(self, memory: Tensor, host: Tensor) -> StreamWork:

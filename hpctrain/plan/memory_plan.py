@@ -445,7 +445,11 @@ def _sending_groups(deck: Deck, mesh: PlannedMesh) -> list[Group]:
 
     The group of all context and tensor ranks does so only in models with experts.
     """
-    return [group for group in mesh.made if deck.model.experts or group.axes != ("context", "tensor")]
+    return [
+        group
+        for group in mesh.communicating_groups
+        if deck.model.experts or group.axes != ("context", "tensor")
+    ]
 
 
 def _input_gradient_reduction_bytes(

@@ -118,7 +118,7 @@ def _place_with_fewest_sharers(
     groups = {(group.axes, group.size) for group in sharing}
 
     def fewest_sharers(place: int) -> int:
-        mesh, fewest = PlannedMesh(sizes, number, ranks_per_node, place=place), rank_count(sizes)
+        mesh, fewest = PlannedMesh(sizes, number, ranks_per_node, rank_in_stage=place), rank_count(sizes)
         for axes, size in groups:
             complete = mesh.group(*axes)
             first = complete.rank // size * size
@@ -150,7 +150,7 @@ def _place_with_largest_shares(deck: Deck, stage: TrainedStage, sizes: Mapping[s
         return 0
 
     def share_bytes(place: int) -> int:
-        mesh = PlannedMesh(sizes, number, 1, place=place)
+        mesh = PlannedMesh(sizes, number, 1, rank_in_stage=place)
         ranks = (
             mesh.group(*bucket.sharding.group.axes).rank % bucket.sharding.group.size for bucket in uneven
         )

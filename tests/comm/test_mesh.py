@@ -114,7 +114,7 @@ def test_groups_of_the_same_ranks_share_communicators(world: World) -> None:
                 assert other.accelerator is joined.accelerator
                 assert other.calls is not joined.calls and other.name != joined.name
             planned = PlannedMesh(mesh.sizes, mesh.coordinate("pipeline"), world.size)
-            assert (planned.group(*axes) in planned.made) == (len(split) == 2)
+            assert (planned.group(*axes) in planned.communicating_groups) == (len(split) == 2)
 
 
 def test_experts_are_named_where_they_are_split() -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 REPORT_REQUEST = "hang.ask"
 """Name of the file by which a silent rank asks all other ranks for a report."""
 
-_ENDING = " judged"
+_ENDING = " ending"
 """Suffix of the content of the request file while a rank ends the job."""
 
 _ABORT_SECONDS = 10.0

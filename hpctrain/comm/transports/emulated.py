@@ -1,7 +1,7 @@
 """Emulation of a slow network on one machine: calls take as long as they would over a link of given speed.
 
-The delay is made in software. Results, calls and their order have the same bits as without it. Times, and
-metrics that are computed from them, are those of a network that does not exist; a run marks them as emulated.
+Software delays the calls. It changes neither the calls and their order nor the bits of their results. Times,
+and metrics that follow from them, are those of a network that does not exist; a run marks them as emulated.
 
 Each rank has a link that sends and receives at the same time, at full speed in each direction. If nodes are
 emulated (`communication.ranks_per_node`), the link of a rank is its equal share of the link of its node, and

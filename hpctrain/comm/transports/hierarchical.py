@@ -165,7 +165,7 @@ def hierarchical_scratch_bytes(
     smaller ones. If a node would send more bytes in this way than by MPI, it is what MpiTransport takes.
 
     Args:
-        elements: Number of elements of the tensor that each rank gives.
+        elements: Number of elements of each rank's input tensor.
         itemsize: Bytes per element.
         nodes: Number of nodes of the group.
         local_size: Number of ranks on each node.

@@ -46,14 +46,14 @@ class NodeLinks:
         memory: Memory of this node.
         node: Number of this node in the group.
         nodes: Number of nodes.
-        place: Local rank of this rank: its number among the ranks of its node in the group.
+        local_rank: Number of this rank among the ranks of its node in the group.
         local_size: Number of ranks on each node.
     """
 
     def __init__(self, local: SharedTransport, across: MpiTransport) -> None:
         self.local, self.across, self.memory = local, across, local.memory
         self.node, self.nodes = across.rank, across.size
-        self.place, self.local_size = local.rank, local.size
+        self.local_rank, self.local_size = local.rank, local.size
 
 
 def piece_elements(piece_bytes: int, itemsize: int, local_size: int) -> int:

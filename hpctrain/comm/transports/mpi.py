@@ -409,7 +409,7 @@ def mpi_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool =
     Local. Later sums use the same memory. A blocking sum takes as much, or none where MPI itself adds.
 
     Args:
-        elements: Number of elements of the tensor that each rank gives.
+        elements: Number of elements of each rank's input tensor.
         itemsize: Bytes per element. From 4 bytes on, fp32 or fp64 is assumed, below that a 16-bit float or a
             short integer. MPI itself adds larger integers and bool, without this memory.
         size: Number of ranks.

@@ -9,9 +9,9 @@ Processors with weak memory ordering need it. It is MPI_Win_sync, which orders a
 only to its window. So each rank has a small window of its own, which MPI makes without other ranks and
 without memory in /dev/shm.
 
-Common memory is memory in the file of one rank, its owner, that several ranks use as the same tensor. Each
-user has a word beside it, and sets that when it no longer uses the memory. The owner frees the memory when
-all are set.
+Common memory is memory in the file of one rank, its owner, that several ranks use as the same tensor. It is
+followed by a word for each user, which the user sets to 1 when it no longer uses the memory. The owner frees
+the memory when all these words are 1.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class NodeMemory:
         fence: Function that orders this rank's reads and writes of the memory.
         progress: Function that lets this rank's MPI messages make progress. Ranks call it while they wait,
             since others may wait for these messages.
-        reusable: Offsets of memory of `reuse` that nobody uses now, by its key.
+        reusable: Offsets of memory that `reuse` has allocated and nobody uses now, by its key.
         message_buffers: Buffers of the messages of all groups (`NodeMessages`).
-        free_staging: Memory through which operations copy tensors, and that none uses now.
+        free_staging: Memory through which operations copy tensors, and which no operation uses now.
     """
 
     def __init__(self, rank: int, file_bytes: int) -> None:
@@ -113,7 +113,8 @@ class NodeMemory:
         self._released: deque[tuple[int, int]] = deque()
         self._common: dict[int, _CommonMemory] = {}  # by address
         self._unused: deque[tuple[int, memoryview, int]] = deque()
-        self._owned: list[tuple[int, int, memoryview]] = []  # first byte, length, which users have ended
+        # Common memory that this rank owns: first byte, length, and the words of its users.
+        self._owned: list[tuple[int, int, memoryview]] = []
         self.reusable: dict[tuple[object, ...], list[int]] = {}
         self.message_buffers: list[MessageBuffer] = []
         self.free_staging: list[Tensor] = []
@@ -254,8 +255,7 @@ class NodeMemory:
         """Return common memory as a flat tensor. Local; no other rank is waited for.
 
         This rank uses the memory as long as the tensor or a view of it exists. Values that users have written
-        stay; at first they are 0. The owner may allocate the memory again when all users have ended their
-        use.
+        stay; at first they are 0. The owner may allocate the memory again when no user uses it any more.
 
         Args:
             location: Location that `take_common` has returned on its owner.
@@ -286,9 +286,9 @@ class NodeMemory:
         return common is not None and common.users == users
 
     def _collect(self) -> None:
-        """Make memory free that nobody uses any more."""
+        """Mark this rank's use of dropped tensors as ended, and free memory that nobody uses any more."""
         if self._unused:
-            self.fence()  # all reads of it are done
+            self.fence()  # this rank's reads of the memory come before it marks it as unused
             while self._unused:
                 address, words, number = self._unused.popleft()
                 words[number] = 1

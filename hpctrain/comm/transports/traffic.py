@@ -67,10 +67,10 @@ def traffic_of(
         rank: This rank in the group.
         size: Number of ranks of the group.
         nodes: Node of each rank of the group; None if each rank is a node of its own.
-        crosses_links_once: True for the hierarchical algorithm (`Transport.crosses_links_once`), which only
-            all_reduce, reduce_scatter and all_gather have; with other collective calls it is an
-            AssertionError. Then each node must have equally many, consecutive ranks. False if pieces go
-            straight to their owners.
+        crosses_links_once: True for the hierarchical algorithm (`Transport.crosses_links_once`). Only
+            all_reduce, reduce_scatter and all_gather have it; other collective calls raise an AssertionError.
+            Each node must then have equally many, consecutive ranks. False if pieces go straight to their
+            owners.
     """
     nodes = range(size) if nodes is None else nodes
     if call.peer >= 0:

@@ -105,7 +105,7 @@ class Transport:
         """Return the CPU memory, in bytes, that a started sum allocates and keeps allocated for later sums.
 
         Args:
-            elements: Number of elements of the tensor that each rank gives.
+            elements: Number of elements of each rank's input tensor.
             itemsize: Bytes per element.
             scattered: True for a reduce-scatter.
         """
@@ -267,7 +267,7 @@ def flat_view(tensor: Tensor | None) -> Tensor:
     """Return a flat view [elements] of a tensor, on the same memory and outside of autograd. Local.
 
     Args:
-        tensor: A contiguous tensor. None is an AssertionError.
+        tensor: A contiguous tensor. None raises an AssertionError.
     """
     assert tensor is not None
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
@@ -363,8 +363,8 @@ class PairwiseTransport(Transport, ABC):
     def next_tag(self) -> int:
         """Return a message tag for the `exchange` and `share` of one operation. Local: nothing is sent.
 
-        Each call counts further, from USER_TAGS to 2 USER_TAGS - 1 and around. All ranks call it once per
-        operation, in the same order, so that they get the same tag.
+        Tags are numbered from USER_TAGS to 2 USER_TAGS - 1, then from USER_TAGS again. All ranks call it once
+        per operation, in the same order, so that they get the same tag.
         """
         self._operations += 1
         return USER_TAGS + self._operations % USER_TAGS
@@ -391,7 +391,8 @@ def pairwise_ranges(call: Call, size: int) -> PieceExchange:
 
     Args:
         call: A broadcast, all_gather, gather, scatter or all_to_all, with its tensors. Others are treated as
-            an all_to_all, which is wrong for "send" and "recv"; a call without tensors is an AssertionError.
+            an all_to_all, which is wrong for "send" and "recv". A call without tensors raises an
+            AssertionError.
         size: Number of ranks of the group.
     """
     source, target = call.memory, call.tensor if call.output is None else call.output

@@ -29,8 +29,8 @@ def build_tensor_heap(environment: Mapping[str, str] = os.environ) -> bytes:
         environment: Environment variables.
 
     Raises:
-        CompilerError: No compiler makes a library that runs here, or the user has configured malloc, so that
-            tensors shall be allocated by it.
+        CompilerError: No compiler makes a library that runs here, or the user has configured malloc. Then
+            malloc allocates the tensors.
     """
     if variable := malloc_variable(environment):
         raise CompilerError(f"${variable} is set")

@@ -197,7 +197,7 @@ def test_gather_into_shared_memory_copies_nothing(
     transport = group.host
     assert isinstance(transport, HierarchicalTransport)
     links, memory = transport.links, transport.links.memory
-    made = memory.empty((group.size, 1000), torch.float32) if links.place == 0 else None
+    made = memory.empty((group.size, 1000), torch.float32) if links.local_rank == 0 else None
     places = group.all_gather_object(None if made is None else memory.find(made))
     place = MemoryLocation(*places[links.node * links.local_size])
     common = memory.tensor_at(place, 1000 * group.size, torch.float32).view(group.size, 1000)
