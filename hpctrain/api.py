@@ -271,7 +271,7 @@ def _changes(defaults: DeckDefaults) -> list[str]:
             f'changes: must be a dict such as {{"batch.micro_size": 4}}, not {kind_of(changes)}'
         )
     named = {name: value for name, value in defaults.items() if name in _KEYS}
-    keys = {_KEYS[name]: (name, _written(name, value)) for name, value in named.items()}
+    keys = {_KEYS[name]: (name, _deck_value(name, value)) for name, value in named.items()}
     keys |= {key: ("changes", toml_compatible(f"changes: {key}", value)) for key, value in changes.items()}
     return [
         ApiArgument.of(name, f"{key}={'' if value is None else toml_value(value)}")
@@ -279,8 +279,8 @@ def _changes(defaults: DeckDefaults) -> list[str]:
     ]
 
 
-def _written(name: str, value: object) -> object:
-    """Return a value of TOML for a keyword argument: for a function, the name by which a run imports it.
+def _deck_value(name: str, value: object) -> object:
+    """Return the value of a keyword argument for a deck: for a function, the name by which a run imports it.
 
     Raises:
         HpctrainError: TOML has no such value, or the function cannot be imported by its name.

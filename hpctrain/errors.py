@@ -8,13 +8,21 @@ from pathlib import Path
 from hpctrain.text import escaped
 
 EXIT_DONE = 0
+"""Success."""
 EXIT_DIFFERENT = 1
+"""Success of a comparison or search whose result is negative, such as two checkpoints that differ."""
 EXIT_UNREAD = 1
+"""The program that reads stdout has ended."""
 EXIT_USER = 2
+"""Mistake of the user, such as a deck that is not valid."""
 EXIT_INPUT_OUTPUT = 3
+"""A file cannot be read, written or trusted."""
 EXIT_INTERNAL = 70
+"""Error of hpctrain or of the machine, such as a hang."""
 EXIT_AGAIN = 75
+"""The run stopped before its end and saved a checkpoint, from which a requeued job continues."""
 EXIT_INTERRUPTED = 130
+"""Interrupt by the user (SIGINT)."""
 
 
 class HpctrainError(Exception):

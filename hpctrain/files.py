@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.text import control_problem, escaped, kind_of
 
-JSON_BYTES = 64 << 20  # of a JSON file at most; the largest tokenizers have half of it
+JSON_BYTES = 64 << 20
+"""Largest size of a JSON file, in bytes. Those of the largest tokenizers have half of it."""
 _CHUNK = 1 << 20
 
 

@@ -7,12 +7,13 @@ import unicodedata
 from collections.abc import Container, Iterable, Sequence
 from difflib import SequenceMatcher
 
-_NEAR = 0.75
+_LEAST_SIMILARITY = 0.75
+"""Ratio of a SequenceMatcher from which on two names are similar."""
 _LEAST_LETTERS = 3
 _MOST_LETTERS = 100
 
-# Marks that change the order in which text is displayed.
-_ORDERS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# Characters that change the direction in which text is displayed.
+_DIRECTION_MARKS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -44,7 +45,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     near = [
         (ratio, -number)
         for number, (each, ratio) in enumerate(zip(known, ratios, strict=True))
-        if ratio >= _NEAR or _begins(each, name) or _slipped(each, name)
+        if ratio >= _LEAST_SIMILARITY or _begins(each, name) or _is_typing_error(each, name)
     ]
     return known[-max(near)[1]] if near else None
 
@@ -146,7 +147,7 @@ def is_control(character: str) -> bool:
     code = ord(character)
     return (
         unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
-        or character in _ORDERS
+        or character in _DIRECTION_MARKS
         or code & 0xFFFE == 0xFFFE
         or 0xFDD0 <= code <= 0xFDEF
     )
@@ -198,7 +199,7 @@ def _begins(one: str, other: str) -> bool:
     return len(shorter) >= _LEAST_LETTERS and longer.startswith(shorter)
 
 
-def _slipped(one: str, other: str) -> bool:
+def _is_typing_error(one: str, other: str) -> bool:
     """Return True if two names of one length have the same letters, or differ in one letter."""
     if len(one) != len(other) or len(one) < _LEAST_LETTERS:
         return False

@@ -29,13 +29,15 @@ _CLOCK = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]
 """Times in the format of Slurm: 1-12:30:00, 1-12, 36:30:00, 90:00."""
 
 
-# Only here case matters: people write "Mb/s" for megabits and for megabytes, so it is refused.
+# Case matters only in these units: "Mb/s" is refused, since some mean megabits by it and others megabytes.
 _RATES = {f"{letter}bit/s": 1000**power / 8 for power, letter in enumerate(("", "k", "M", "G", "T"))}
 _RATES |= {f"{letter}B/s": 1000**power for power, letter in enumerate(("", "k", "M", "G", "T"))}
 _RATE = re.compile(_NUMBER + r"\s*([A-Za-z]+/s)")
 
-_SLOWEST = 125.0  # bytes a second: below a kilobit, a step would not end
-_LATEST = 60.0
+_LOWEST_BANDWIDTH = 125.0
+"""Lowest bandwidth of a link, in bytes per second: 1 kbit/s. With a lower one, a step would not end."""
+_HIGHEST_LATENCY = 60.0
+"""Highest latency of a link, in seconds."""
 
 
 class UnitError(HpctrainError, ValueError):
@@ -130,11 +132,11 @@ def parse_link(text: str) -> Link:
     rate = float(match[1]) * _RATES.get(match[2], 0) if match else 0.0
     try:
         seconds = parse_seconds(latency) if comma else 0.0
-        if seconds and latency.strip()[-1:].isdigit():  # a latency without a unit is hardly meant in seconds
+        if seconds and latency.strip()[-1:].isdigit():  # a latency without a unit is probably not in seconds
             seconds = -1.0
     except UnitError:
         seconds = -1.0
-    if not _SLOWEST <= rate < float("inf") or not 0 <= seconds <= _LATEST:
+    if not _LOWEST_BANDWIDTH <= rate < float("inf") or not 0 <= seconds <= _HIGHEST_LATENCY:
         raise UnitError(
             f'"{text}" is not a link: write it as "100 Mbit/s" or "12.5 MB/s, 20 ms", a speed of at least '
             "1 kbit/s and a latency of at most 1 min"

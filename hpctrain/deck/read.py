@@ -218,7 +218,7 @@ def changed_deck(
     Raises:
         HpctrainError: The changed deck has problems; all are reported.
     """
-    deck_input = DeckInput(name, includes=deck.sources.trusted_code is None)  # as for the deck itself
+    deck_input = DeckInput(name, includes=deck.sources.trusted_code is None)  # a stored deck has no includes
     deck_input.read_text(deck_text(deck), Path(name), name)
     deck_input.places = {key: _first_place(deck, key, place) for key, place in deck_input.places.items()}
     deck_input.trusted_code = deck.sources.trusted_code

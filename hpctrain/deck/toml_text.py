@@ -105,7 +105,7 @@ def toml_compatible(name: str, value: object) -> Any:
         return {key: _compatible_item(f"{name}.{key}", each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_compatible_item(name, each) for each in value]
-    numpy = sys.modules.get("numpy")  # whoever has such a value has imported it
+    numpy = sys.modules.get("numpy")  # a program that passes a NumPy value has imported NumPy
     if numpy is not None and isinstance(value, numpy.generic):
         return toml_compatible(name, value.item())
     raise HpctrainError(

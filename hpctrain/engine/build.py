@@ -1,4 +1,4 @@
-"""Construction of an engine, which has everything that computes, from a deck.
+"""Construction of an engine from a deck.
 
 The order is: `make_mesh` arranges the ranks, `make_engine_spec` decides where layers go, and `assemble`
 builds the model, its buckets, the optimizer and what belongs to them. `build_engine` does the last two.

@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the transformer. An AssertionError for a user's module, which has no ModelShape."""
+        """Sizes of the transformer. A user's module has none, so an AssertionError is raised for it."""
         assert isinstance(self.architecture, ModelShape)
         return self.architecture
 

@@ -26,7 +26,7 @@ from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import MODEL
 
 BYTES_AT_A_TIME = 64 << 20
-"""Bytes that a rank sends or receives in one round, about."""
+"""Approximate number of bytes that a rank sends or receives in one round."""
 
 _MODEL = f"/{MODEL}/"
 

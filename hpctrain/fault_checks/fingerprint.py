@@ -100,7 +100,7 @@ def sketch_norm(sketch: Sums) -> float:
 
 
 def global_indices(shard: Shard, first: int, count: int) -> tuple[Indices, NDArray[np.bool_] | None]:
-    """Return the global indices of neighbouring elements of a Shard's local tensor, without padding.
+    """Return the global indices of consecutive elements of a Shard's local tensor, without padding.
 
     Args:
         shard: The Shard.

@@ -1,7 +1,7 @@
-"""Number of rows from which on matrix products give each row the same bits, however many rows there are.
+"""Smallest number of rows from which on the bits of a row of a matrix product do not depend on their number.
 
-Libraries add the products of a few rows in another order than those of many rows, and multiply them slowly.
-Generation pads its passes to this number of rows, so that a text does not depend on the texts beside it.
+For a few rows, libraries add in another order than for many rows, and are slow. Generation pads its passes to
+this number of rows, so that a text does not depend on the other texts of its pass.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _CANCELLING_FEATURES = 5
 def min_invariant_rows(model: Transformer) -> int:
     """Return the number of rows from which on each row of a product has the bits of a large product.
 
-    Each matrix is multiplied with several numbers of random rows. Where a compiled function gives a few rows
-    the bits of a large product, it multiplies them from now on. If none of the numbers suffices, the result
-    is 64, and bits may differ. Collective over the tensor axis, and over the stages of the model.
+    Each matrix is multiplied with different numbers of random rows. If a compiled function computes a few
+    rows with the bits of a large product, it multiplies them from now on. If no tested number of rows is
+    enough, the result is 64, and bits may differ. Collective over the tensor axis and the stages of the
+    model.
 
     Args:
         model: The model, or this rank's part of it. Its kernels may be replaced.

@@ -142,7 +142,7 @@ class ForwardPasses(Protocol):
         Args:
             sampler: Function that samples, on ranks that have the logits.
             texts: The texts.
-            logits: Their logits [texts, V]. Without effect on stages that do not have the output layer.
+            logits: Their logits [texts, V]. They are ignored on stages without the output layer.
 
         Returns:
             Function that waits for the tokens. Every rank calls it.

@@ -44,7 +44,7 @@ def generate(
 ) -> None:
     """Continue prompts with the model of a checkpoint, and output the texts. Collective over all ranks.
 
-    Prompts of lines of JSON give lines of JSON, other ones give the prompt with its continuation.
+    If the prompts are lines of JSON, so is the output. Otherwise it is each prompt with its continuation.
 
     Args:
         world: All ranks.

@@ -39,7 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options that say where prompts come from; at most one is set. Without one, a document is begun.
+    """Options that say where prompts come from; at most one is set. Without one, the prompt is empty.
 
     Attributes:
         text: The prompt (--prompt).

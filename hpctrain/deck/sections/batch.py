@@ -34,8 +34,10 @@ class Batch(Section):
     ramp_steps: int = key("Steps over which the batch grows.", 0, unit="steps", ge=0)
 
 
-MOST_MICRO_BATCHES = 65_536  # micro-batches of a rank in one step: a schedule lists the actions of each
-MOST_PASSES = 1 << 20  # passes of micro-batches through the parts of a model in one schedule
+MOST_MICRO_BATCHES = 65_536
+"""Largest number of micro-batches of a rank in one step, since a schedule lists the actions of each."""
+MOST_PASSES = 1 << 20
+"""Largest number of passes of micro-batches through parts of the model in one schedule."""
 
 RELATIONS: Relations = (
     AtMost("batch.ramp_from", "batch.global_size", because="the batch grows to that size"),

@@ -15,7 +15,8 @@ from hpctrain.units import format_bytes, format_count
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
-LARGEST_SIZE = 10_000_000  # size of a model: beyond any model, and small enough to search for divisors
+LARGEST_SIZE = 10_000_000
+"""Largest size in a model, such as its width: larger than any in use, but its divisors are found quickly."""
 MOST_LAYERS = 10_000
 _MOST_EXPERTS = 100_000
 

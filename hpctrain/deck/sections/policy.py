@@ -328,7 +328,7 @@ def dedicated_rank_world_problems(deck: Deck, ranks: int) -> Iterator[DeckProble
         )
 
 
-_ALONE: tuple[tuple[str, object, str], ...] = (
+_EXCLUDED_FEATURES: tuple[tuple[str, object, str], ...] = (
     ("checkpoint.memory_every", 0, "runs with dedicated ranks do not recover from copies in memory"),
     ("model.experts.record_routing", 0, "it records the routing of all ranks"),
     ("run.trace", False, "it records steps that all ranks make together"),
@@ -372,7 +372,7 @@ def dedicated_rank_problems(
     if not own:
         return
     keys = tuple(f"policy.{RANK_KEYS[model]}" for model in own)
-    for name, value, why in _ALONE:
+    for name, value, why in _EXCLUDED_FEATURES:
         if deck.value(name) not in {None, value}:
             sentence = f"conflicts with {keys[0]}: {why} (use {toml_value(value)})"
             yield DeckProblem(name, sentence, keys)

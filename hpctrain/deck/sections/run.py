@@ -98,7 +98,7 @@ class RunSection(Section):
 
 _TITLE_BYTES = 200  # names of files may have 255 bytes, and some consist of the title and more
 _NOISE_SCALE, _MODULE = "run.noise_scale_steps", "model.module"
-_NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
+_INEXACT_COMPRESSIONS = frozenset({"sign", "onebit", "topk", "powersgd"})
 """Compressions whose sums differ from the gradient sums of the step by more than rounding."""
 
 RELATIONS: Relations = (
@@ -167,7 +167,7 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
     if has_outer_model(deck):
         name = "layout.local_steps." + ("replicas" if layout.replicas > 1 else "outer")
         yield problem("with which gradients are not summed over all data ranks", name)
-    if keys.compress in _NOT_MEANS:
+    if keys.compress in _INEXACT_COMPRESSIONS:
         yield problem("which changes the sums of gradients", "communication.compress")
     if deck.memory.accumulate == "sliced":
         yield problem("with which no rank has the gradient of all of its tokens", "memory.accumulate")

@@ -28,7 +28,7 @@ def make_saved_policy(deck: Deck, world: World) -> SavedPolicy:
     Layers are built with it. `open_activation_store` later adds the memory of offloaded activations.
 
     Raises:
-        HpctrainError: Activations shall be offloaded to host memory, but a CPU computes.
+        HpctrainError: The deck offloads activations to host memory, but the run computes on CPUs.
     """
     memory = deck.memory
     if memory.activations == "host" and on_host(world.device):

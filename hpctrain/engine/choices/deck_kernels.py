@@ -38,7 +38,7 @@ _IN_16_BITS = " in 16 bits"
 def matmul_name(measured: MatmulPass, deck: Deck) -> str:
     """Return the name under which a deck stores the fastest kernel of a product.
 
-    It has everything that decides which kernel is the fastest: the pass, the formats and the sizes.
+    It consists of what determines the fastest kernel: the pass, the formats and the sizes.
     """
     size = f"{measured.rows} x {measured.outputs} x {measured.inputs}"
     return f"{_PASS_NAMES[measured.kind]}{_sum_suffix(deck)}, {deck.precision.compute}, {size}"

@@ -1,7 +1,7 @@
 """Choice between compiled functions and torch's for the blocks of a run.
 
-All ranks use the same. A resumed run makes the same choice if its machine can compile. Otherwise it uses
-torch's functions, and warns.
+All ranks make the same choice. A resumed run uses compiled functions again if its machine can compile them.
+Otherwise it uses torch's functions, and warns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunc
 
 RESUMED_RUN_USED = "the resumed run used"
 OTHER_BITS = "from here on losses may differ in their last bits"
-_OTHERWISE = "functions of another version of hpctrain, compiler or processor"
+_OTHER_FUNCTIONS = "functions of another version of hpctrain, compiler or processor"
+
 LONGEST_RECORD = 100
+"""Largest number of characters of the record by which checkpoints identify compiled functions."""
 
 
 def compile_functions() -> bytes:
@@ -95,7 +97,7 @@ def choose_functions(deck: Deck, world: World) -> Deck:
             record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:LONGEST_RECORD]
             changed = ""
             if deck.runtime_choices.compiled_record not in {None, record}:
-                before = _OTHERWISE if deck.runtime_choices.compiled_record else "torch"
+                before = _OTHER_FUNCTIONS if deck.runtime_choices.compiled_record else "torch"
                 changed = f"{RESUMED_RUN_USED} {before}: {OTHER_BITS}"
             functions, why = CompiledFunctions(open_library(library), changed, record), ""
     reasons = [each for each in everyone.all_gather_object(why) if each]
@@ -150,7 +152,7 @@ def _with(deck: Deck, functions: LayerFunctions) -> Deck:
 
 
 def computed_by_torch(deck: Deck) -> list[str]:
-    """Return what torch computes in blocks whose functions are compiled, with the keys that ask for it.
+    """Return what torch computes in blocks whose functions are compiled, with the keys that require it.
 
     Matrix products are not among them.
     """

@@ -73,16 +73,17 @@ def place_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPl
     return LayerPlacement(schedule_builder(deck, data, times), split)
 
 
-def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tuple[int, ...]:
+def split_by_flops(deck: Deck, architecture: Architecture, schedule: Schedule) -> tuple[int, ...]:
     """Return the number of blocks of each part of a schedule.
 
     It is the deck's own split, or else the one that minimizes the FLOPs of the largest stage.
     """
     if isinstance(deck.layout.split, tuple):
         return deck.layout.split
-    if form.parts == 1:
+    if schedule.parts == 1:
         return (architecture.block_count,)
-    return _balance_split([passes.total for passes in layer_flops(deck, architecture)], architecture, form)
+    flops = [passes.total for passes in layer_flops(deck, architecture)]
+    return _balance_split(flops, architecture, schedule)
 
 
 def place_layers(
@@ -95,26 +96,33 @@ def place_layers(
     `schedule_builder` raises.
     """
     layout, data = deck.layout, mesh.size("data")
-    form = schedule_without_search(deck, data)
-    measured = layout.split == "balanced" and form.parts > 1
-    if not measured and not _needs_search(deck):
+    schedule = schedule_without_search(deck, data)
+    is_balanced = layout.split == "balanced" and schedule.parts > 1
+    if not is_balanced and not _needs_search(deck):
         return place_by_flops(deck, architecture, data)
     times, layers = measure_layers(deck, architecture, layer_context, mesh), bare_model(architecture).layers
-    if measured:
-        split = _balance_split([times.of_kind[layer.kind].total for layer in layers], architecture, form)
+    if is_balanced:
+        split = _balance_split([times.of_kind[layer.kind].total for layer in layers], architecture, schedule)
     else:
-        split = split_by_flops(deck, architecture, form)
+        split = split_by_flops(deck, architecture, schedule)
     _require_parts(deck, architecture, split)
     of_parts = times.of_parts(split_layers(layers, split)) if _needs_search(deck) else None
     return LayerPlacement(schedule_builder(deck, data, of_parts), split, times)
 
 
-def _balance_split(times: Sequence[float], architecture: Architecture, form: Schedule) -> tuple[int, ...]:
-    """Return the balanced split. A block that the first part must have counts as part of its embedding."""
+def _balance_split(costs: Sequence[float], architecture: Architecture, schedule: Schedule) -> tuple[int, ...]:
+    """Return the number of blocks of each part that balances the costs of the stages.
+
+    Args:
+        costs: Times or FLOPs of all layers, in the order of the model.
+        architecture: Architecture of the model. If it begins with a block, the first part keeps that block,
+            which then counts as part of the embedding.
+        schedule: Schedule with the stages and parts.
+    """
     if not architecture.begins_with_block:
-        return tuple(balanced_split(times, form))
-    first, block, *rest = times
-    split = balanced_split([first + block, *rest], form) if len(rest) > 1 else [0] * form.parts
+        return tuple(balanced_split(costs, schedule))
+    first, block, *rest = costs
+    split = balanced_split([first + block, *rest], schedule) if len(rest) > 1 else [0] * schedule.parts
     return 1 + split[0], *split[1:]
 
 
@@ -127,7 +135,7 @@ def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int])
 
 
 def schedule_without_search(deck: Deck, data: int) -> Schedule:
-    """Return a schedule with the stages, chunks and placement of the deck's, without a search."""
+    """Return a schedule with the stages, chunks and placement of the deck's schedule, without a search."""
     return (
         outline_schedule(deck)
         if _needs_search(deck)

@@ -27,31 +27,36 @@ from hpctrain.pipeline.action import Action, Kind
 from hpctrain.pipeline.execute import PreparedBatch
 from hpctrain.sharding.replication import Replications
 
-_SECONDS = 1.0  # of all repetitions of a measurement, about
+_SECONDS = 1.0
+"""Approximate time of all repetitions of a measurement, in seconds."""
 _MOST_REPETITIONS = 7
-_PINGS = 5
-_DEVIATION = 0.02  # standard deviation of random weights
+_ROUND_TRIPS = 5
+"""Number of messages to another stage and back that are timed."""
+_WEIGHT_STD = 0.02
+"""Standard deviation of the random weights of measured layers."""
 
 
 def measure_layers(
-    deck: Deck, architecture: Architecture, layer_context: LayerContext, mesh: Mesh, ends: bool = True
+    deck: Deck, architecture: Architecture, layer_context: LayerContext, mesh: Mesh, has_ends: bool = True
 ) -> LayerTimes:
-    """Measure one layer of each kind, the output layer with its loss, at full size on this rank.
+    """Measure one layer of each kind at full size on this rank. The output layer includes the loss.
 
     Collective: all ranks measure at the same time and get the times of the slowest one. It takes about a
-    second, or a few repetitions if they take longer, and the memory of these layers.
+    second, or longer if two repetitions do, and the memory of these layers.
 
     Args:
         deck: The deck.
         architecture: Architecture of the model.
         layer_context: Context of the layers.
         mesh: Arrangement of the ranks.
-        ends: False to measure only blocks.
+        has_ends: True to measure embedding and output layer, too; False to measure only blocks.
     """
     world = mesh.world
     kinds, with_block = layer_kinds(architecture), architecture.begins_with_block
     spans = {
-        kind: span for kind, span in single_layers(kinds, with_block).items() if ends or kind in kinds[1:-1]
+        kind: span
+        for kind, span in single_layers(kinds, with_block).items()
+        if has_ends or kind in kinds[1:-1]
     }
     models = [part for span in spans.values() for part in build_parts(architecture, layer_context, [span])]
     chunks = range(len(models))
@@ -59,7 +64,7 @@ def measure_layers(
     replications = Replications.of_one_rank(mesh.new_subgroup("data", 1))
     for bucket in build_stage(deck, layer_context, models, replications, has_gradients=True).buckets:
         assert bucket.values is not None
-        bucket.values.normal_(std=_DEVIATION, generator=generator)
+        bucket.values.normal_(std=_WEIGHT_STD, generator=generator)
     initialize_parts(architecture, models, (), 0)
 
     def repeated(times: int) -> list[Action]:
@@ -82,7 +87,7 @@ def measure_layers(
     )
     passes = (PassTimes(*slowest[3 * chunk : 3 * chunk + 3]) for chunk in chunks)
     of_kind = dict(zip(spans, passes, strict=True))
-    if with_block and ends:
+    if with_block and has_ends:
         of_kind[kinds[0]] = of_kind[kinds[0]].without(of_kind[kinds[1]])
         of_kind[kinds[-1]] = of_kind[kinds[-1]].without(of_kind[kinds[-2]])
     return LayerTimes(of_kind, communication)
@@ -116,7 +121,7 @@ def message_seconds(pipeline: Group, hidden: Tensor) -> float:
             continue
         memory = hidden.clone()
         times = []
-        for _ in range(_PINGS):
+        for _ in range(_ROUND_TRIPS):
             start = now(hidden.device)
             if is_first:
                 pipeline.send(memory, peer)
@@ -125,7 +130,7 @@ def message_seconds(pipeline: Group, hidden: Tensor) -> float:
                 pipeline.recv(memory, peer)
                 pipeline.send(memory, peer)
             times.append((now(hidden.device) - start) / 2)
-        seconds.append(min(times))  # a busy machine only adds to it
+        seconds.append(min(times))  # other work of the machine can only increase the time
     return max(seconds)
 
 

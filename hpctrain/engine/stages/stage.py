@@ -63,7 +63,7 @@ class Stage:
     statistics: StepStatistics | None = None
 
     def surround_passes(self, context: PassContext) -> None:
-        """Let `pass_context` also enter another context, inside of those that it has."""
+        """Make `pass_context` enter another context, too, after the contexts that it enters already."""
         outer = self.pass_context
 
         @contextmanager

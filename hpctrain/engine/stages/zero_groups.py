@@ -18,7 +18,7 @@ class NodeMesh(MeshQueries, Protocol):
     """Interface of a mesh or a planned mesh that knows the nodes of its ranks."""
 
     def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """Split a group into parts of `size` neighbouring ranks. Collective over the group.
+        """Split a group into parts of `size` consecutive ranks. Collective over the group.
 
         Returns:
             The part of this rank, and the ranks with the same number in all parts. The latter group is named
@@ -68,7 +68,8 @@ def zero_group_size(deck: Deck, mesh: NodeMesh, data_group: Group) -> int:
         data_group: All ranks that hold the same parameters and train on different tokens.
 
     Raises:
-        HpctrainError: On all ranks if `layout.zero_group = "node"` and nodes have different numbers of them.
+        HpctrainError: On all ranks if `layout.zero_group = "node"` and nodes have different numbers of ranks
+            of `data_group`.
     """
     requested = deck.layout.zero_group
     if deck.layout.zero == 0 or requested is None:
@@ -85,7 +86,7 @@ def zero_group_size(deck: Deck, mesh: NodeMesh, data_group: Group) -> int:
 
 
 def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
-    """Return how many neighbouring ranks of a group share a node; 0 if nodes differ. Collective."""
+    """Return how many consecutive ranks of a group are on each node; 0 if nodes differ. Collective."""
     return ranks_per_node_of(mesh.nodes(group))
 
 

@@ -50,7 +50,7 @@ class TimedBlocks:
             mesh = Mesh(world, axis_sizes(each, world.size))
             deck = choose_kernels(each, world, mesh)
             layer_context = make_layer_context(deck, mesh, SavedPolicy(), world.device)
-            times = measure_layers(deck, _shape(deck), layer_context, mesh, ends=False).of_kind
+            times = measure_layers(deck, _shape(deck), layer_context, mesh, has_ends=False).of_kind
             results.append(sum(of_kind.total for of_kind in times.values()))
         return results
 
