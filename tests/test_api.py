@@ -297,12 +297,12 @@ def test_what_is_made_where_a_script_begins_is_not_found_again(
     exec(GUARDED, main.__dict__)  # noqa: S102
     monkeypatch.setitem(sys.modules, "__main__", main)
     for name in ("tried", "both", "Chosen"):
-        assert hpctrain.api._written("loss", getattr(main, name)) == f"{tmp_path}/train.py:{name}"
+        assert hpctrain.api._deck_value("loss", getattr(main, name)) == f"{tmp_path}/train.py:{name}"
     with pytest.raises(HpctrainError, match=r"loss: .*local.* \(outside of .if __name__ == .__main__.:.\)"):
-        hpctrain.api._written("loss", main.local)
+        hpctrain.api._deck_value("loss", main.local)
     main.__file__ = None
     with pytest.raises(HpctrainError, match="cannot be imported"):
-        hpctrain.api._written("loss", main.both)
+        hpctrain.api._deck_value("loss", main.both)
 
 
 def test_names_of_the_first_version_still_work_with_a_warning() -> None:
