@@ -15,7 +15,7 @@ from hpctrain.report.marks import FAULTS_FILE
 from hpctrain.text import counted
 from hpctrain.train.control import StepDecision
 from hpctrain.train.rollback import Rollback
-from hpctrain.watch.status import MOST_OF_A_RANK, now_text
+from hpctrain.watch.status import MAX_FAULTS_OF_RANK, now_text
 
 MAX_FAULTS = 20
 """Number of silent faults after which a run stops, even if no single rank has most of them."""
@@ -89,10 +89,10 @@ class FaultRecovery:
 
     def _reason_to_stop(self) -> str:
         """Return why the run must not continue on these nodes; "" if it may."""
-        often = sorted(rank for rank, count in self._faults_of_rank.items() if count >= MOST_OF_A_RANK)
+        often = sorted(rank for rank, count in self._faults_of_rank.items() if count >= MAX_FAULTS_OF_RANK)
         if often:
             nodes = ", ".join(dict.fromkeys(self._nodes[rank] for rank in often))
-            return f"{MOST_OF_A_RANK} silent faults on {name_ranks(often)}: test or exclude {nodes}"
+            return f"{MAX_FAULTS_OF_RANK} silent faults on {name_ranks(often)}: test or exclude {nodes}"
         if self.fault_count >= MAX_FAULTS:
             return f"{counted(self.fault_count, 'silent fault')} without a known rank: test the nodes"
         return ""

@@ -30,7 +30,7 @@ class CsvFile:
         self._path, self._metrics = folder / CSV_FILE, folder / METRICS_FILE
         self._columns: dict[str, None] = {}
         self._file: TextIO | None = None
-        self.go_back(step)
+        self.roll_back(step)
 
     def write(self, row: Row, now: float) -> None:  # noqa: ARG002  (a row has no time of day)
         """Append the row of a step."""
@@ -42,7 +42,7 @@ class CsvFile:
         self._writer(self._file).writerow(cells)
         self._file.flush()
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Remove the rows of steps after `step`."""
         for row in self._rows(step):
             self._columns |= dict.fromkeys(_cells(row))

@@ -49,10 +49,10 @@ class Dashboards:
             for feed in self._feeds:
                 feed.write(values)
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Tell all dashboards that the run continues after an earlier step."""
         for feed in self._feeds:
-            feed.go_back(step)
+            feed.roll_back(step)
 
     def close(self, completed: bool) -> None:
         """End all dashboards. Wait at most `SECONDS_TO_END` until they have written everything.

@@ -36,7 +36,7 @@ class EventFile:
         self._file: BinaryIO = _next_file(events).open("xb")
         self._records: Any = RecordWriter(self._file)
         self._add(time.time(), file_version="brain.Event:2")
-        self.go_back(step)
+        self.roll_back(step)
 
     def write(self, row: Row, now: float) -> None:
         """Write a value for each number of a row, by its name."""
@@ -48,7 +48,7 @@ class EventFile:
         ]
         self._add(now, step=step, summary=self._summary.Summary(value=values))
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Write that the run continues after `step`, so that TensorBoard hides later steps."""
         start = self._event.SessionLog(status=self._event.SessionLog.START)
         self._add(time.time(), step=step + 1, session_log=start)

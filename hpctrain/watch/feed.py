@@ -41,7 +41,7 @@ class RowWriter(Protocol):
     def write(self, row: Row, now: float) -> None:
         """Write the row of a step that ended at `now`, in seconds since 1970."""
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Discard the rows of later steps, which the run computes again."""
 
     def close(self, completed: bool) -> None:
@@ -59,7 +59,7 @@ class Feed:
 
     Attributes:
         name: Key of the deck, for warnings.
-        lost: True if the writer was dropped.
+        is_dropped: True if the writer was dropped.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Feed:
         self._busy: float | None = clock()
         self._writer: RowWriter | None = None
         self._lock = threading.Lock()
-        self.lost = False
+        self.is_dropped = False
         self._thread = threading.Thread(target=self._work, name=f"feed-{name}", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class Feed:
         """Add the row of a step, which the caller does not change any more."""
         self._put(FeedEntry(row, time.time()))
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Tell the writer that the run continues after an earlier step."""
         self._put(FeedEntry(None, time.time(), step))
 
@@ -93,7 +93,7 @@ class Feed:
             self._drop("did not finish before the run ended")
 
     def _put(self, entry: FeedEntry | bool) -> None:
-        if self.lost:
+        if self.is_dropped:
             return
         busy = self._busy
         if busy is not None and self._clock() - busy > SECONDS_FOR_A_ROW:
@@ -107,7 +107,7 @@ class Feed:
     def _work(self) -> None:
         try:
             writer = self._writer = self._make()
-            while not self.lost:
+            while not self.is_dropped:
                 self._busy = None
                 entry = self._queue.get()
                 self._busy = self._clock()
@@ -115,7 +115,7 @@ class Feed:
                     writer.close(entry)
                     return
                 if entry.row is None:
-                    writer.go_back(entry.step)
+                    writer.roll_back(entry.step)
                 else:
                     writer.write(entry.row, entry.time)
             writer.abandon()  # `_drop` ran before the writer existed and could not call this
@@ -124,9 +124,9 @@ class Feed:
 
     def _drop(self, reason: str) -> None:
         with self._lock:
-            if self.lost:
+            if self.is_dropped:
                 return
-            self.lost = True
+            self.is_dropped = True
         sentence = "%s: no further steps are sent, it %s (metrics.jsonl is complete)"
         logging.getLogger("hpctrain").warning(sentence, self.name, reason)
         with suppress(queue.Full):

@@ -140,7 +140,7 @@ class MetricsWriter:
                     os.ftruncate(self._file.fileno(), before)
                 raise
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Remove the rows of later steps, which the run computes again."""
         with failing_as(f"{self.path}: cannot be written"):
             self._file.close()

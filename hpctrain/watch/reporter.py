@@ -98,9 +98,9 @@ class Reporter:
         """Discard the metrics of later steps, since the run continues after an earlier step. Collective."""
         with self.world.agreement():
             if self.metrics is not None:
-                self.metrics.go_back(step)
+                self.metrics.roll_back(step)
             if self.dashboards is not None:
-                self.dashboards.go_back(step)
+                self.dashboards.roll_back(step)
 
     def step(self, row: StepMetrics, longest: float, checkpoint: Path | None) -> None:
         """Record a completed step, on rank 0.

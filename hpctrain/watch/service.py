@@ -57,7 +57,7 @@ class Service:
         """Send the values of a row."""
         self._send({"row": scalars(row)})
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Send that the run continues after an earlier step."""
         self._send({"step": step})
 

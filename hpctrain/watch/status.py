@@ -25,7 +25,7 @@ ACTIVE = ("starting", "running", "checkpointing", "evaluating")
 
 SECONDS_PER_RENEWAL = 1.0
 
-MOST_OF_A_RANK = 2
+MAX_FAULTS_OF_RANK = 2
 """Number of silent faults of one rank from which on its node should not be used."""
 
 # Variables in which schedulers tell a job its number, and the schedulers' names.

@@ -19,7 +19,7 @@ from hpctrain.units import format_count, format_seconds
 from hpctrain.watch.evaluation_text import evaluation_note
 from hpctrain.watch.folder import is_free, resume_command
 from hpctrain.watch.run_files import MARKER
-from hpctrain.watch.status import ACTIVE, MOST_OF_A_RANK, STATUS_BYTES, STATUS_FILE, stored_status
+from hpctrain.watch.status import ACTIVE, MAX_FAULTS_OF_RANK, STATUS_BYTES, STATUS_FILE, stored_status
 
 ENDED = ("stopped", "failed", "lost")
 """States of a run that has no job and has steps left to do."""
@@ -80,7 +80,7 @@ def show_faulty(folders: Sequence[Path], show: Callable[[str], None]) -> int:
         each["node"].partition(".")[0]
         for folder in folders
         for each in _faulty(folder)
-        if each["faults"] >= MOST_OF_A_RANK
+        if each["faults"] >= MAX_FAULTS_OF_RANK
     )
     if nodes:
         show(",".join(map(escaped, nodes)))

@@ -69,13 +69,13 @@ class StragglerDetector:
             work: Value of `work_of` for this rank.
         """
         self.world, self.factor = mesh.world, factor
-        self.on = factor > 0 and mesh.world.size > 1 and TRANSPORTS[mesh.transport].on_host
+        self.is_enabled = factor > 0 and mesh.world.size > 1 and TRANSPORTS[mesh.transport].on_host
         everyone = self.world.everyone
-        self.nodes = everyone.all_gather_object(self.world.hostname) if self.on else []
-        self.work = everyone.all_gather_object(work) if self.on else []
+        self.nodes = everyone.all_gather_object(self.world.hostname) if self.is_enabled else []
+        self.work = everyone.all_gather_object(work) if self.is_enabled else []
         self._seconds: list[float] = []
-        self._warm = False
-        self._named: set[int] = set()
+        self._has_warmed_up = False
+        self._reported: set[int] = set()
 
     def step(self, seconds: float) -> list[Straggler] | None:
         """Add this rank's computing time of a step in seconds. Collective.
@@ -85,11 +85,11 @@ class StragglerDetector:
         Returns:
             The stragglers on rank 0 at the end of a window, which also logs warnings of new ones; else None.
         """
-        if not self.on:
+        if not self.is_enabled:
             return None
-        if self._warm:
+        if self._has_warmed_up:
             self._seconds.append(seconds)
-        self._warm = True
+        self._has_warmed_up = True
         if len(self._seconds) < WINDOW:
             return None
         local_median = torch.tensor([median(self._seconds)], dtype=torch.float64)
@@ -98,22 +98,22 @@ class StragglerDetector:
         if times is None:
             return None
         slow = find_stragglers(times.tolist(), self.work, self.nodes, self.factor)
-        self._named = warn_of(slow, self._named)
+        self._reported = warn_of_new(slow, self._reported)
         return slow
 
 
-def warn_of(slow: Sequence[Straggler], named: set[int]) -> set[int]:
-    """Log warnings of stragglers that were not named before.
+def warn_of_new(slow: Sequence[Straggler], reported: set[int]) -> set[int]:
+    """Log warnings of stragglers that were not reported before.
 
     Args:
         slow: All stragglers.
-        named: Ranks of earlier warnings.
+        reported: Ranks of earlier warnings.
 
     Returns:
         Ranks of all stragglers.
     """
     for straggler in slow:
-        if straggler.rank not in named:
+        if straggler.rank not in reported:
             logging.getLogger("hpctrain").warning("%s", straggler.row()["words"])
     return {straggler.rank for straggler in slow}
 

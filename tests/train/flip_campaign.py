@@ -267,7 +267,7 @@ def main() -> int:
     wrong: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "assemble", partial(planned.assemble, noise_std=NOISE_STD))
-        patch.setattr(fault_recovery, "MOST_OF_A_RANK", 10**6)
+        patch.setattr(fault_recovery, "MAX_FAULTS_OF_RANK", 10**6)
         patch.setattr(fault_recovery, "MAX_FAULTS", 10**6)
         for layout, own in LAYOUTS.items():
             for form in FORMATS:

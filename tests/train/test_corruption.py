@@ -119,7 +119,7 @@ def test_any_bit_changes_a_fingerprint(dtype: torch.dtype) -> None:
 def test_what_changes_between_updates_is_found_and_healed(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    monkeypatch.setattr(fault_recovery, "MOST_OF_A_RANK", 100)
+    monkeypatch.setattr(fault_recovery, "MAX_FAULTS_OF_RANK", 100)
     deck, keys, draw = make_deck(world, mpi_tmp_path), keys_of(layout), random.Random(layout)
     train(world, deck, "clean", *keys)
     flips = []
@@ -387,7 +387,7 @@ def test_figures_that_come_wrong_at_one_rank_part_nobody(
 def test_what_is_counted_is_kept_twice(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fault_recovery, "MOST_OF_A_RANK", 100)
+    monkeypatch.setattr(fault_recovery, "MAX_FAULTS_OF_RANK", 100)
     deck, keys = make_deck(world, mpi_tmp_path), (*SHORT, "precision.compute=fp16")
     train(world, deck, "clean", *keys)
     make, accumulate = Trainer.train_step, Step.accumulate

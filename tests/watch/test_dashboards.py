@@ -161,7 +161,7 @@ def test_a_table_goes_on_and_back_by_what_metrics_hold(tmp_path: Path) -> None:
     # The run is ahead of this writer: it went back and made steps anew before that is told here.
     metrics(tmp_path, [row(step, 5.0 - step) for step in (1, 2)], "w")
     metrics(tmp_path, [row(3, 9.0)])
-    writer.go_back(2)
+    writer.roll_back(2)
     writer.write(row(3, 9.0), 0.0)
     assert [each["loss"] for each in table(tmp_path / "metrics.csv")] == ["4.0", "3.0", "9.0"]
 
@@ -183,7 +183,7 @@ def test_event_files_are_read_by_tensorboard(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert found["validation_loss"] == [(2, 3.0)]
     assert found.keys() == {"tokens", "loss", "skipped", "validation_loss"}
-    writer.go_back(1)
+    writer.roll_back(1)
     writer.write(row(2, 2.25), 0.0)
     assert events(tmp_path)["loss"] == [(1, 3.5), (2, 2.25)]
     writer.close(completed=False)
@@ -207,7 +207,7 @@ def test_what_services_are_told(fakes: Path) -> None:
         service = Service(package, FACTS)
         for step in (1, 2):
             service.write(row(step), 0.0)
-        service.go_back(1)
+        service.roll_back(1)
         service.write(row(2, 9.0), 0.0)
         service.close(completed=True)
         init, *rows, last = [each for each in told(fakes) if each[0] != "teardown"]

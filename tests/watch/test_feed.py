@@ -22,7 +22,7 @@ class Kept:
     def write(self, row: Row, now: float) -> None:
         self.told.append(row["step"])
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         self.told.append(("back", step))
 
     def close(self, completed: bool) -> None:
@@ -65,15 +65,15 @@ def test_a_writer_is_told_all_in_its_order() -> None:
     feed = Feed("report.x", lambda: writer)
     for step in (1, 2, 3):
         feed.write({"step": step})
-    feed.go_back(1)
+    feed.roll_back(1)
     feed.write({"step": 2})
     feed.end(completed=True)
     feed.close(30)
     assert writer.told == [1, 2, 3, ("back", 1), 2, "done"]
-    assert not feed.lost
+    assert not feed.is_dropped
 
 
-@pytest.mark.parametrize("where", ["make", "write", "go_back", "close"])
+@pytest.mark.parametrize("where", ["make", "write", "roll_back", "close"])
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -98,7 +98,7 @@ def test_one_that_raises_is_given_up_with_one_warning(
     feed = Feed("report.x", refuse if where == "make" else lambda: writer)  # type: ignore[arg-type, return-value]
     for step in (1, 2):
         feed.write({"step": step})
-    feed.go_back(1)
+    feed.roll_back(1)
     feed.write({"step": 2})
     feed.end(completed=True)
     feed.close(30)
@@ -106,7 +106,7 @@ def test_one_that_raises_is_given_up_with_one_warning(
     assert said.startswith("report.x: no further steps are sent, it ")
     assert words in said
     assert "metrics.jsonl is complete" in said
-    assert feed.lost
+    assert feed.is_dropped
     assert writer.abandoned == (where != "make")
 
 
@@ -122,10 +122,10 @@ def test_one_that_hangs_holds_nobody_up(
     now[0] = module.SECONDS_FOR_A_ROW
     began = time.perf_counter()
     feed.write({"step": 3})
-    assert not feed.lost
+    assert not feed.is_dropped
     now[0] += 1
     feed.write({"step": 4})
-    assert feed.lost
+    assert feed.is_dropped
     assert writer.abandoned
     for step in range(5, 1000):
         feed.write({"step": step})
@@ -149,10 +149,10 @@ def test_one_that_lags_far_behind_is_given_up(
     until(lambda: writer.told == [1, 2])
     for step in range(3, 8):
         feed.write({"step": step})
-    assert not feed.lost
+    assert not feed.is_dropped
     feed.write({"step": 8})
     feed.close(30)
-    assert feed.lost
+    assert feed.is_dropped
     assert "is 5 rows behind" in warned(caplog)[0]
     assert writer.told == [1, 2]
 
@@ -183,7 +183,7 @@ def test_one_that_is_made_too_late_is_abandoned(
 
     feed = Feed("slow", make, clock=iter([0.0, 500.0, 501.0, 502.0]).__next__)
     feed.write({"step": 1})
-    assert feed.lost and len(warned(caplog)) == 1
+    assert feed.is_dropped and len(warned(caplog)) == 1
     free.set()
     until(lambda: writer.abandoned)
     assert writer.told == []

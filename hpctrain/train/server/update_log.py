@@ -14,7 +14,7 @@ from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.server_messages import Push
 from hpctrain.train.step import StepResult, TrainState
-from hpctrain.watch.stragglers import WINDOW, Straggler, find_stragglers, warn_of
+from hpctrain.watch.stragglers import WINDOW, Straggler, find_stragglers, warn_of_new
 
 
 class UpdateLog:
@@ -161,7 +161,7 @@ class SlowWorkers:
         servers = self._roles.servers
         stragglers = find_stragglers(times, [0] * len(times), self._hosts[servers:], self._factor)
         slow = [replace(each, rank=each.rank + servers) for each in stragglers]
-        self._reported = warn_of(slow, self._reported)
+        self._reported = warn_of_new(slow, self._reported)
         return slow
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -33,6 +34,14 @@ _OTHERS = 64
 """Bound of the numbers by which the summands of ranks differ."""
 
 
+@dataclass
+class _TransferTotal:
+    """Bytes that this rank has sent in some operations, and their seconds."""
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+
 class Collectives:
     """Test of messages in the group of all ranks, in that of a node, and between pairs of nodes.
 
@@ -41,13 +50,13 @@ class Collectives:
 
     Args:
         world: The ranks.
-        place: This rank.
+        this_rank: This rank.
         large: Words of a large piece.
         on_result: Function that is called with each result before it is compared.
     """
 
-    def __init__(self, world: World, place: StressRank, large: int, on_result: ResultHook) -> None:
-        self.world, self.place, self.on_result = world, place, on_result
+    def __init__(self, world: World, this_rank: StressRank, large: int, on_result: ResultHook) -> None:
+        self.world, self.this_rank, self.on_result = world, this_rank, on_result
         transport = choose_transport(world, "auto")
         everyone = world.new_group(("stress",), tuple(range(world.size)), transport)
         nodes = world.everyone.all_gather_object(world.node)
@@ -64,54 +73,57 @@ class Collectives:
         self._numbers = (self._words & ((1 << 30) - 1)).remainder(min(4096, bound)).float()
         self._time = 0
 
-    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
+    def run(self, record: StressRecord, test_time: TestTime, number: int) -> None:  # noqa: ARG002
         """Exchange and compare messages until the time of all ranks is over. Collective."""
-        moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        totals: defaultdict[str, _TransferTotal] = defaultdict(_TransferTotal)
         while True:
             for words in (SMALL, self._large):
                 for name, group in self._groups:
                     if group.size > 1:
-                        self._test_group(
-                            group, words, record, moved[name] if words == self._large else [0.0, 0.0]
-                        )
-                self._test_nodes(words, record, moved[BETWEEN] if words == self._large else [0.0, 0.0])
+                        # Only large pieces count in the rates.
+                        total = totals[name] if words == self._large else _TransferTotal()
+                        self._test_group(group, words, record, total)
+                total = totals[BETWEEN] if words == self._large else _TransferTotal()
+                self._test_nodes(words, record, total)
             self._time += 1
-            over = torch.tensor(turn.over, dtype=torch.int64)
+            over = torch.tensor(test_time.over, dtype=torch.int64)
             if self.world.everyone.all_reduce(over, "max").item():
                 break
-        record.rates |= {name: sent / seconds for name, (sent, seconds) in moved.items() if seconds}
+        record.rates |= {name: each.bytes / each.seconds for name, each in totals.items() if each.seconds}
 
-    def _test_group(self, group: Group, words: int, record: StressRecord, moved: list[float]) -> None:
+    def _test_group(self, group: Group, words: int, record: StressRecord, transfers: _TransferTotal) -> None:
         """Test all operations of a group.
 
         Args:
             group: The group.
             words: Words of each piece.
             record: Record to which wrong results are added.
-            moved: Bytes and seconds, to which those of the operations are added.
+            transfers: Total to which bytes and seconds of the operations are added.
         """
         size, rank, ranks = group.size, group.rank, group.ranks
         across = f"over {name_ranks(ranks)}"
 
         local_piece = self._piece(ranks[rank], -1, words)
         gathered = self._timed(
-            group, moved, (size - 1) * local_piece.nbytes, lambda: group.all_gather(local_piece)
+            group, transfers, (size - 1) * local_piece.nbytes, lambda: group.all_gather(local_piece)
         )
         self._check_pieces("all_gather", across, group, gathered, to_all=True, record=record)
 
         pieces = torch.cat([self._piece(ranks[rank], other, words) for other in ranks])
-        swapped = self._timed(group, moved, (size - 1) * local_piece.nbytes, lambda: group.all_to_all(pieces))
+        swapped = self._timed(
+            group, transfers, (size - 1) * local_piece.nbytes, lambda: group.all_to_all(pieces)
+        )
         self._check_pieces("all_to_all", across, group, swapped, to_all=False, record=record)
 
         total = size * self._numbers[:words] + sum(_added(other, self._time) for other in ranks)
         summand = self._numbers[:words] + _added(ranks[rank], self._time)
         sent = 2 * (size - 1) * summand.nbytes / size
-        summed = self._timed(group, moved, sent, lambda: group.all_reduce(summand))
+        summed = self._timed(group, transfers, sent, lambda: group.all_reduce(summand))
         self._check_sum("all_reduce", across, summed, total, record)
 
         summand = (self._numbers[:words] + _added(ranks[rank], self._time)).repeat(size)
         sent = (size - 1) * summand.nbytes / size
-        part = self._timed(group, moved, sent, lambda: group.reduce_scatter(summand))
+        part = self._timed(group, transfers, sent, lambda: group.reduce_scatter(summand))
         self._check_sum("reduce_scatter", across, part, total, record)
 
         received = torch.empty_like(local_piece)
@@ -123,12 +135,12 @@ class Collectives:
         synchronize(self.world.device)
         self._check_piece("a message", ranks[before], ranks[rank], received, record)
 
-    def _test_nodes(self, words: int, record: StressRecord, moved: list[float]) -> None:
+    def _test_nodes(self, words: int, record: StressRecord, transfers: _TransferTotal) -> None:
         """Exchange a piece with the rank of the same local number on each other node, one by one."""
         nodes = self.world.nodes
         even = nodes + nodes % 2
-        for meeting in range(even - 1 if nodes > 1 else 0):
-            other = partner(self.world.node, meeting, even)
+        for round_number in range(even - 1 if nodes > 1 else 0):
+            other = partner(self.world.node, round_number, even)
             group = self._everyone
             group.barrier()
             if other >= nodes or self.world.local_rank >= len(self._members[other]):
@@ -144,18 +156,20 @@ class Collectives:
                 group.recv(received, peer)
                 group.send(piece, peer)
             synchronize(self.world.device)
-            moved[0] += 2 * piece.nbytes
-            moved[1] += perf_counter() - start
+            transfers.bytes += 2 * piece.nbytes
+            transfers.seconds += perf_counter() - start
             self._check_piece("a message", peer, self.world.rank, received, record)
 
-    def _timed(self, group: Group, moved: list[float], sent: float, run: Callable[[], Tensor]) -> Tensor:
+    def _timed(
+        self, group: Group, transfers: _TransferTotal, sent: float, run: Callable[[], Tensor]
+    ) -> Tensor:
         group.barrier()
         synchronize(self.world.device)
         start = perf_counter()
         actual = run()
         synchronize(self.world.device)
-        moved[0] += sent
-        moved[1] += perf_counter() - start
+        transfers.bytes += sent
+        transfers.seconds += perf_counter() - start
         return actual
 
     def _piece(self, sender: int, receiver: int, words: int) -> Tensor:
@@ -180,12 +194,12 @@ class Collectives:
     def _compare(self, how: str, sender: int, actual: Tensor, expected: Tensor, record: StressRecord) -> None:
         wrong_bits = difference(actual, expected)
         if wrong_bits is not None:
-            source = f"from {self.place.of(sender)} by {how}"
+            source = f"from {self.this_rank.of(sender)} by {how}"
             text = f"received word {wrong_bits.position} of {len(actual)} {source} as"
-            here = self.place.hosts[self.place.rank]
-            there = self.place.hosts[sender]
+            here = self.this_rank.hosts[self.this_rank.rank]
+            there = self.this_rank.hosts[sender]
             hosts = here if here == there else f"{here},{there}"
-            record.add_wrong(TEST, f"{self.place.name} {text} {wrong_bits}", hosts)
+            record.add_wrong(TEST, f"{self.this_rank.name} {text} {wrong_bits}", hosts)
 
     def _check_sum(
         self, operation: str, across: str, actual: Tensor, expected: Tensor, record: StressRecord
@@ -193,24 +207,25 @@ class Collectives:
         self.on_result(operation, actual)
         wrong_bits = difference(actual, expected)
         if wrong_bits is not None:
-            text = f"{self.place.name}: element {wrong_bits.position} of {operation} {across} is {wrong_bits}"
+            element = f"element {wrong_bits.position} of {operation} {across}"
+            text = f"{self.this_rank.name}: {element} is {wrong_bits}"
             record.add_wrong(TEST, f"{text}; a sum does not show which rank was wrong", "")
 
 
-def partner(node: int, meeting: int, nodes: int) -> int:
+def partner(node: int, round_number: int, nodes: int) -> int:
     """Return the partner of a node in a round of a schedule in which all pairs of nodes meet.
 
     Args:
         node: Number of the node.
-        meeting: Number of the round, below `nodes` - 1.
+        round_number: Number of the round, below `nodes` - 1.
         nodes: Number of nodes, which must be even.
     """
     last = nodes - 1
     if node == last:
-        return meeting
-    if node == meeting:
+        return round_number
+    if node == round_number:
         return last
-    return (2 * meeting - node) % last
+    return (2 * round_number - node) % last
 
 
 def _added(rank: int, time: int) -> int:

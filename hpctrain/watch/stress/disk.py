@@ -52,20 +52,28 @@ class DiskTest:
     """Test of the disk of a folder.
 
     Args:
-        place: This rank.
+        this_rank: This rank.
         folder: The folder.
         ranks: Number of ranks that write at the same time.
         most: Largest size of a file in bytes.
         on_result: Function that is called with each block before it is compared.
     """
 
-    def __init__(self, place: StressRank, folder: Path, ranks: int, most: int, on_result: ResultHook) -> None:
-        self.place, self.folder, self.ranks, self.most, self.on_result = place, folder, ranks, most, on_result
-        self._path = folder / f"hpctrain-stress-{_host()}-{os.getpid()}-rank{place.rank}.tmp"
-        self._words = random_words(_BLOCK // 8, seed=place.rank)
+    def __init__(
+        self, this_rank: StressRank, folder: Path, ranks: int, most: int, on_result: ResultHook
+    ) -> None:
+        self.this_rank, self.folder, self.ranks, self.most, self.on_result = (
+            this_rank,
+            folder,
+            ranks,
+            most,
+            on_result,
+        )
+        self._path = folder / f"hpctrain-stress-{_host()}-{os.getpid()}-rank{this_rank.rank}.tmp"
+        self._words = random_words(_BLOCK // 8, seed=this_rank.rank)
         self._size = min(FIRST, most)
 
-    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:
+    def run(self, record: StressRecord, test_time: TestTime, number: int) -> None:
         """Write and read files until the time is over. The rates are those of the last file."""
         while True:
             start = perf_counter()
@@ -75,7 +83,7 @@ class DiskTest:
                     text = f"not tested: {self.folder} has {format_bytes(free)} left for {self.ranks} ranks"
                     record.notes.append((TEST, text))
                     return
-                self._once(min(self._size, most), number, record, turn)
+                self._once(min(self._size, most), number, record, test_time)
             except OSError as error:
                 self._failed(error, record)
                 return
@@ -83,9 +91,9 @@ class DiskTest:
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
             took = perf_counter() - start
-            if turn.left < took:
+            if test_time.left < took:
                 return
-            if turn.left > 3 * took:
+            if test_time.left > 3 * took:
                 self._size = min(2 * self._size, most)
 
     def _free_space(self) -> tuple[int, int]:
@@ -94,7 +102,7 @@ class DiskTest:
         free = status.f_bavail * status.f_frsize
         return min(self.most, int(SHARE * free) // self.ranks) // _BLOCK * _BLOCK, free
 
-    def _once(self, size: int, number: int, record: StressRecord, turn: TestTime) -> None:
+    def _once(self, size: int, number: int, record: StressRecord, test_time: TestTime) -> None:
         blocks = range(size // _BLOCK)
         scratch = torch.empty_like(self._words)
         start = perf_counter()
@@ -102,7 +110,7 @@ class DiskTest:
         with descriptor_of(self._path, flags) as descriptor:
             for index in blocks:
                 self._write(descriptor, self._block(index, number, scratch))
-                if turn.stopped():
+                if test_time.stopped():
                     return
             os.fsync(descriptor)
             written = perf_counter()
@@ -115,7 +123,7 @@ class DiskTest:
                 count = self._read(descriptor, actual)
                 self.on_result(TEST, actual)
                 self._compare(actual, self._block(index, number, scratch), index, count, record)
-                if turn.stopped():
+                if test_time.stopped():
                     return
             record.rates["disk write"] = size / (written - start)
             record.rates["disk read"] = size / (perf_counter() - reading)
@@ -139,8 +147,8 @@ class DiskTest:
     def _compare(
         self, actual: Tensor, expected: Tensor, index: int, count: int, record: StressRecord
     ) -> None:
-        where = f"{self.place.name}: {self.folder}"
-        host = self.place.hosts[self.place.rank]
+        where = f"{self.this_rank.name}: {self.folder}"
+        host = self.this_rank.hosts[self.this_rank.rank]
         if count < actual.nbytes:
             record.add_wrong(
                 TEST, f"{where} returned only {index * _BLOCK + count} bytes of a larger file", host
@@ -155,8 +163,8 @@ class DiskTest:
         if error.errno in _FULL:
             record.notes.append((TEST, f"not tested: {self.folder} is full"))
             return
-        text = f"{self.place.name}: {self.folder} cannot be written or read back: {error_reason(error)}"
-        record.add_wrong(TEST, text, self.place.hosts[self.place.rank])
+        text = f"{self.this_rank.name}: {self.folder} cannot be written or read back: {error_reason(error)}"
+        record.add_wrong(TEST, text, self.this_rank.hosts[self.this_rank.rank])
 
 
 def _host() -> str:

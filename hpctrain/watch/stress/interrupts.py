@@ -19,27 +19,31 @@ class Interrupts:
     ignored.
 
     Attributes:
-        came: True after the first signal.
+        received: True after the first signal.
     """
 
     def __init__(self) -> None:
-        self.came = False
-        self._since = 0.0
-        self._former: dict[signal.Signals, signal._HANDLER] = {}
+        self.received = False
+        self._receive_time = 0.0
+        self._former_handlers: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> Interrupts:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._former[number] = signal.signal(number, self._remember)
+                self._former_handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._former_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._former.clear()
+        self._former_handlers.clear()
 
-    def _remember(self, number: int, _frame: FrameType | None) -> None:
-        if self.came and number == signal.SIGINT and monotonic() - self._since > MIN_SECONDS_BETWEEN:
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        if (
+            self.received
+            and number == signal.SIGINT
+            and monotonic() - self._receive_time > MIN_SECONDS_BETWEEN
+        ):
             raise KeyboardInterrupt
-        if not self.came:
-            self.came, self._since = True, monotonic()
+        if not self.received:
+            self.received, self._receive_time = True, monotonic()

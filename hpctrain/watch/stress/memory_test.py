@@ -35,18 +35,18 @@ class MemoryTest:
     """Test of memory.
 
     Args:
-        place: This rank.
+        this_rank: This rank.
         most: Largest number of bytes to test; None for no limit.
         on_result: Function that is called with each block before it is compared.
     """
 
-    def __init__(self, place: StressRank, most: int | None, on_result: ResultHook) -> None:
-        self.place, self.most, self.on_result = place, most, on_result
-        self._words = _HOST_WORDS if on_host(place.device) else _GPU_WORDS
-        self._scratch = torch.empty(self._words, dtype=torch.int64, device=place.device)
+    def __init__(self, this_rank: StressRank, most: int | None, on_result: ResultHook) -> None:
+        self.this_rank, self.most, self.on_result = this_rank, most, on_result
+        self._words = _HOST_WORDS if on_host(this_rank.device) else _GPU_WORDS
+        self._scratch = torch.empty(self._words, dtype=torch.int64, device=this_rank.device)
         self._passes = 0
 
-    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
+    def run(self, record: StressRecord, test_time: TestTime, number: int) -> None:  # noqa: ARG002
         """Write patterns one after the other over as much memory as there is time for, and read them back."""
         size = self._available_bytes()
         if size < LEAST:
@@ -54,7 +54,7 @@ class MemoryTest:
             return
         try:
             memory = torch.empty(
-                size // 8 // self._words * self._words, dtype=torch.int64, device=self.place.device
+                size // 8 // self._words * self._words, dtype=torch.int64, device=self.this_rank.device
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -66,36 +66,36 @@ class MemoryTest:
         read, seconds = 0, 0.0
         with one_thread():
             for each in range(_PASSES):
-                some, took = self._pass(memory, record, turn.part(1 / (_PASSES - each)))
+                some, took = self._pass(memory, record, test_time.part(1 / (_PASSES - each)))
                 read, seconds = read + some, seconds + took
-                if turn.over:
+                if test_time.over:
                     break
         if read:
             record.rates[TEST] = read / seconds
 
     def _available_bytes(self) -> int:
         """Return the bytes that this rank may test."""
-        if on_host(self.place.device):
-            free, share = obtainable_bytes(os.environ), SHARE
+        if on_host(self.this_rank.device):
+            free = obtainable_bytes(os.environ)
         else:
-            free, share = free_gpu_bytes(self.place.device), SHARE
-        available = int(share * (0 if free is None else free)) // self.place.sharers
+            free = free_gpu_bytes(self.this_rank.device)
+        available = int(SHARE * (0 if free is None else free)) // self.this_rank.sharers
         return available if self.most is None else min(available, self.most)
 
-    def _pass(self, memory: Tensor, record: StressRecord, turn: TestTime) -> tuple[int, float]:
+    def _pass(self, memory: Tensor, record: StressRecord, test_time: TestTime) -> tuple[int, float]:
         """Write a pattern for nearly half of the time. Return the bytes read back and the seconds of this."""
         name = PATTERNS[self._passes % len(PATTERNS)]
-        pattern = Pattern(name, self._words, self._passes // len(PATTERNS), self.place.device)
+        pattern = Pattern(name, self._words, self._passes // len(PATTERNS), self.this_rank.device)
         self._passes += 1
         blocks = memory.split(self._words)
-        writing = turn.part(0.45)
+        writing = test_time.part(0.45)
         written = 0
         for block in blocks:
             pattern.fill(block, written)
             written += 1
             if writing.over:
                 break
-        now = clock_of(self.place.device)
+        now = clock_of(self.this_rank.device)
         start, read = now(), 0
         for index, block in enumerate(blocks[:written]):
             self.on_result(TEST, block)
@@ -103,7 +103,7 @@ class MemoryTest:
             if not torch.equal(block, self._scratch):
                 self._locate(block, index, name, record)
             read += block.nbytes
-            if turn.stopped():
+            if test_time.stopped():
                 break
         return read, now() - start
 
@@ -115,9 +115,9 @@ class MemoryTest:
         else:
             text, position = str(wrong_bits), 8 * wrong_bits.position
         offset = index * block.nbytes + position
-        where = "" if on_host(self.place.device) else f", {self.place.device}"
-        sentence = f"{self.place.name}{where}: pattern {name} at byte {offset} of its memory reads {text}"
-        record.add_wrong(TEST, sentence, self.place.hosts[self.place.rank])
+        where = "" if on_host(self.this_rank.device) else f", {self.this_rank.device}"
+        sentence = f"{self.this_rank.name}{where}: pattern {name} at byte {offset} of its memory reads {text}"
+        record.add_wrong(TEST, sentence, self.this_rank.hosts[self.this_rank.rank])
 
 
 class Pattern:

@@ -24,12 +24,12 @@ class Measure(NamedTuple):
     Attributes:
         unit: Its unit.
         slow: Share of the usual rate below which it is slow; 0 if it is never slow.
-        does: What a node does at this rate, for messages.
+        activity: What a node does at this rate, for messages.
     """
 
     unit: str
     slow: float
-    does: str
+    activity: str
 
 
 MEASURES: Mapping[str, Measure] = {
@@ -55,18 +55,18 @@ class Node:
         name: Name of the node.
         device: Name of the devices of its ranks.
         ranks: Its ranks.
-        of_ranks: Rates by name of the measure and by rank: medians of all rounds.
+        rank_rates: Rates by name of the measure and by rank: medians of all rounds.
     """
 
     name: str
     device: str
     ranks: tuple[int, ...]
-    of_ranks: Mapping[str, Mapping[int, float]]
+    rank_rates: Mapping[str, Mapping[int, float]]
 
     @property
     def rates(self) -> dict[str, float]:
         """Median of the ranks' rates, by name of the measure."""
-        return {name: median(some.values()) for name, some in self.of_ranks.items() if some}
+        return {name: median(some.values()) for name, some in self.rank_rates.items() if some}
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ def nodes_of(
     nodes = []
     for host in dict.fromkeys(hosts):
         ranks = tuple(rank for rank, name in enumerate(hosts) if name == host)
-        of_ranks: dict[str, dict[int, float]] = {}
+        rank_rates: dict[str, dict[int, float]] = {}
         for name in MEASURES:
             for rank in ranks:
                 values = [each[rank][name] for each in rounds if name in each[rank]]
                 if values:
-                    of_ranks.setdefault(name, {})[rank] = median(values)
-        nodes.append(Node(host, devices[ranks[0]], ranks, of_ranks))
+                    rank_rates.setdefault(name, {})[rank] = median(values)
+        nodes.append(Node(host, devices[ranks[0]], ranks, rank_rates))
     return nodes
 
 
@@ -138,13 +138,13 @@ def slow_nodes(nodes: Sequence[Node]) -> Iterator[DoctorFinding]:
     for name in ("fp32 products", "bf16 products", "memory"):
         for node in nodes:
             expected = node.rates.get(name, 0.0)
-            for rank, rate in node.of_ranks.get(name, {}).items():
+            for rank, rate in node.rank_rates.get(name, {}).items():
                 if rate < SLOW_RANK * expected:
                     reference = f"the median of the node's ranks ({rate_text(name, expected)})"
                     yield _slow(node, name, rate, expected, reference, f"rank {rank} on {node.name}")
 
 
-def fallen_nodes(nodes: Iterable[Node], earlier_rates: Sequence[EarlierRates]) -> Iterator[DoctorFinding]:
+def degraded_nodes(nodes: Iterable[Node], earlier_rates: Sequence[EarlierRates]) -> Iterator[DoctorFinding]:
     """Yield findings on nodes that are much slower than in earlier tests, whose upper quartile counts."""
     for node in nodes:
         earlier = [
@@ -175,7 +175,7 @@ def _slow(
 ) -> DoctorFinding:
     measure = MEASURES[name]
     less = f"{100 * (1 - rate / expected):.0f}% less than {reference}"
-    text = f"{who or f'node {node.name}'} {measure.does} at {rate_text(name, rate)} per rank, {less}"
+    text = f"{who or f'node {node.name}'} {measure.activity} at {rate_text(name, rate)} per rank, {less}"
     remedy = f"check {node.name} for other processes, clocks, cooling and errors"
     return DoctorFinding("slow", text, f"{remedy}; {exclusion_advice([node.name])}")
 
@@ -194,7 +194,7 @@ def _cell(name: str, node: Node) -> str:
     if name not in node.rates:
         return ""
     size, prefix = _scale(node.rates[name])
-    several = f" ({min(node.of_ranks[name].values()) / size:.3g})" if len(node.of_ranks[name]) > 1 else ""
+    several = f" ({min(node.rank_rates[name].values()) / size:.3g})" if len(node.rank_rates[name]) > 1 else ""
     return f"{node.rates[name] / size:.3g}{several} {prefix}{MEASURES[name].unit}"
 
 

@@ -85,17 +85,24 @@ class Case:
         sides = {"forward": (rows, inputs, outputs), "input_gradient": (rows, outputs, inputs)}
         lefts, length, rights = sides.get(kind, (outputs, rows, inputs))
         left, right = vectors(length, 2 * seed), vectors(length, 2 * seed + 1)
-        exact = (left @ right.T).float().to(device)[_turns(lefts).to(device)][:, _turns(rights).to(device)]
-        one, other = left[_turns(lefts)].to(storage), right[_turns(rights)].to(storage)
+        exact = (
+            (left @ right.T)
+            .float()
+            .to(device)[_repeating_indices(lefts).to(device)][:, _repeating_indices(rights).to(device)]
+        )
+        left_rows, right_rows = (
+            left[_repeating_indices(lefts)].to(storage),
+            right[_repeating_indices(rights)].to(storage),
+        )
         if kind == "weight_gradient":
-            one = one.T.contiguous()
+            left_rows = left_rows.T.contiguous()
         if kind != "forward":
-            other = other.T.contiguous()
-        self.one, self.other = one.to(device), other.to(device)
+            right_rows = right_rows.T.contiguous()
+        self.left, self.right = left_rows.to(device), right_rows.to(device)
         rounded = exact.to(storage)
-        self.known = [rounded]
+        self.possible_results = [rounded]
         if kind == "weight_gradient":  # whether a product is rounded before it is added depends on the kernel
-            self.known = [exact] if storage == torch.float32 else [exact, rounded.float()]
+            self.possible_results = [exact] if storage == torch.float32 else [exact, rounded.float()]
             self.sum = torch.empty_like(exact)
 
     @property
@@ -106,15 +113,18 @@ class Case:
     def compute(self, kernel: MatmulKernel) -> Tensor:
         """Return the product of a kernel."""
         if self.kind == "forward":
-            return kernel.forward(self.one, self.other)
+            return kernel.forward(self.left, self.right)
         if self.kind == "input_gradient":
-            return kernel.input_gradient(self.one, self.other)
-        kernel.add_weight_gradient(self.sum, self.one, self.other, overwrite=True)
+            return kernel.input_gradient(self.left, self.right)
+        kernel.add_weight_gradient(self.sum, self.left, self.right, overwrite=True)
         return self.sum
 
     def expected(self, actual: Tensor) -> Tensor:
         """Return the expected result. If there are two roundings, it is the one with fewer differences."""
-        return min(self.known, key=lambda known: 0 if torch.equal(known, actual) else _count(known, actual))
+        return min(
+            self.possible_results,
+            key=lambda known: 0 if torch.equal(known, actual) else _count(known, actual),
+        )
 
     def rounds_otherwise(self, actual: Tensor, expected: Tensor) -> bool:
         """Return True if a result in 16 bits has another rounding, which is not a fault.
@@ -145,47 +155,57 @@ class ProductTest:
     shape, so that they can be compared.
 
     Args:
-        place: This rank.
+        this_rank: This rank.
         cores: Cores that this rank tests; empty on GPUs.
         shapes: Shapes of the products.
         on_result: Function that is called with each result before it is compared.
     """
 
     def __init__(
-        self, place: StressRank, cores: Sequence[int], shapes: Sequence[StressShape], on_result: ResultHook
+        self,
+        this_rank: StressRank,
+        cores: Sequence[int],
+        shapes: Sequence[StressShape],
+        on_result: ResultHook,
     ) -> None:
-        self.place, self.cores, self.shapes, self.on_result = place, tuple(cores), tuple(shapes), on_result
+        self.this_rank, self.cores, self.shapes, self.on_result = (
+            this_rank,
+            tuple(cores),
+            tuple(shapes),
+            on_result,
+        )
         self._steps = self._cases()
         self._speeds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         self._pace: dict[tuple[str, Pass, str], float] = {}  # seconds of a FLOP
-        self._left_out: set[tuple[str, str]] = set()
+        self._excluded: set[tuple[str, str]] = set()
 
-    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:  # noqa: ARG002
+    def run(self, record: StressRecord, test_time: TestTime, number: int) -> None:  # noqa: ARG002
         """Multiply until the time is over. Continue after the last product of the previous call."""
         mask = os.sched_getaffinity(0) if self.cores else set()
         try:
             with one_thread(), torch.no_grad():
                 while True:
                     case, kernel, core = next(self._steps)
-                    if (case.form, kernel.name) not in self._left_out:
+                    if (case.form, kernel.name) not in self._excluded:
                         self._test(case, kernel, self._bind(core), record)
-                    if turn.over:
+                    if test_time.over:
                         break
         finally:
             if mask:
                 os.sched_setaffinity(0, mask)
         for form, storage in FORMATS.items():
-            ways = [(form, kernel.name) for kernel in self._kernels(storage)]
-            ways = [way for way in ways if way not in self._left_out]
-            if ways and all(self._speeds[way] for way in ways):  # else the quickest may be one to come
-                record.rates[f"{form} {TEST}"] = max(median(self._speeds.pop(way)) for way in ways)
+            kernels = [(form, kernel.name) for kernel in self._kernels(storage)]
+            kernels = [kernel for kernel in kernels if kernel not in self._excluded]
+            # The fastest kernel may be one that was not timed yet.
+            if kernels and all(self._speeds[kernel] for kernel in kernels):
+                record.rates[f"{form} {TEST}"] = max(median(self._speeds.pop(kernel)) for kernel in kernels)
 
     def _kernels(self, storage: torch.dtype) -> list[MatmulKernel]:
-        return candidates(storage) if on_host(self.place.device) else [LIBRARY]
+        return candidates(storage) if on_host(self.this_rank.device) else [LIBRARY]
 
     def _cases(self) -> Iterator[tuple[Case, MatmulKernel, int]]:
         """Yield all cases endlessly, with other integers each time."""
-        device = self.place.device
+        device = self.this_rank.device
         for seed in count():
             for shape in self.shapes:
                 for kind in KINDS:
@@ -199,7 +219,7 @@ class ProductTest:
 
     def _bind(self, core: int) -> str:
         """Bind this thread to a core. Return the name of what computes now, for messages."""
-        device = self.place.device
+        device = self.this_rank.device
         if not on_host(device):
             return f"GPU {device.index} ({gpu_name(device)}, {gpu_identity(device)})"
         with suppress(OSError):  # taken from this process meanwhile
@@ -211,7 +231,7 @@ class ProductTest:
     def _test(self, case: Case, kernel: MatmulKernel, core: str, record: StressRecord) -> None:
         """Multiply and compare. Timed products are repeated, since the first one takes longer."""
         timed = case.kind == KINDS[0] and case.shape == self.shapes[:2][-1]
-        now = clock_of(self.place.device)
+        now = clock_of(self.this_rank.device)
         for again in range(TIMES if timed else 1):
             start = now()
             actual = case.compute(kernel)
@@ -231,7 +251,7 @@ class ProductTest:
         if wrong_bits is None:
             return True
         if case.rounds_otherwise(actual, expected):
-            self._left_out.add((case.form, kernel.name))
+            self._excluded.add((case.form, kernel.name))
             text = f"kernel {kernel.name} rounds {case.form} several times and is not tested"
             record.notes.append((TEST, text))
             return False
@@ -239,13 +259,14 @@ class ProductTest:
         what = f"{case.form} product ({case.kind.replace('_', ' ')}, {case.shape}, kernel {kernel.name})"
         same = difference(case.compute(kernel), expected)
         text = "wrong again when repeated" if same else "correct when repeated"
-        where = f"{self.place.name}, {core}"
+        where = f"{self.this_rank.name}, {core}"
         sentence = f"{where}: a {what} has {wrong_bits} at [{row}, {column}], {text}"
-        record.add_wrong(TEST, sentence, self.place.hosts[self.place.rank])
+        record.add_wrong(TEST, sentence, self.this_rank.hosts[self.this_rank.rank])
         return False
 
 
-def _turns(count: int) -> Tensor:
+def _repeating_indices(count: int) -> Tensor:
+    """Return `count` numbers of vectors, in which 0 to `DISTINCT` - 1 repeat."""
     return torch.arange(count) % DISTINCT
 
 

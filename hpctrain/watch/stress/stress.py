@@ -32,8 +32,8 @@ from hpctrain.watch.stress.interrupts import Interrupts
 from hpctrain.watch.stress.memory_test import MemoryTest
 from hpctrain.watch.stress.nodes import (
     MEASURES,
+    degraded_nodes,
     exclusion_advice,
-    fallen_nodes,
     nodes_of,
     rate_text,
     rows_of,
@@ -94,12 +94,12 @@ class StressResult:
 class Test(Protocol):
     """Interface of a test."""
 
-    def run(self, record: StressRecord, turn: TestTime, number: int) -> None:
+    def run(self, record: StressRecord, test_time: TestTime, number: int) -> None:
         """Test until the time is over.
 
         Args:
             record: Record to which results are added.
-            turn: Time of the test.
+            test_time: Time of the test.
             number: Number of the round.
         """
 
@@ -131,13 +131,12 @@ def stress(
     everyone = world.everyone
     hosts = tuple(everyone.all_gather_object(socket.gethostname()))
     devices = everyone.all_gather_object(gpu_name(world.device) or processor_name())
-    place = StressRank(world.rank, hosts, world.device, world.local_rank, world.local_size)
+    this_rank = StressRank(world.rank, hosts, world.device, world.local_rank, world.local_size)
     rounds: list[list[dict[str, Any]]] = []
     world.hang.set_limit(HANG_SECONDS)
     with world.hang.training_steps(), Interrupts() as interrupts:
         world.ledger.activity = "testing the nodes"
-        tests = _tests(world, place, options, on_result, sizes or StressSizes())
-        shares = sum(share for share, _ in tests)
+        tests = _tests(world, this_rank, options, on_result, sizes or StressSizes())
         count = max(2, round(options.seconds / LONGEST_ROUND))
         everyone.barrier()
         start = perf_counter()
@@ -147,40 +146,64 @@ def stress(
                 names = ", ".join(removed)
                 text = f"removed files of a killed test from {options.folder}: {names}"
                 record.notes.append((disk.TEST, text))
-            passed = 0.0
-            stopped = False
-            for share, test in tests:
-                passed += share / shares
-                deadline = start + options.seconds * (number + passed) / count
-                test.run(record, TestTime(deadline, lambda: interrupts.came), number)
-                reset_peak(world.device)
-                stopped = _any_rank(world, interrupts.came)
-                if stopped:
-                    break
+            deadlines = [start + options.seconds * each / count for each in (number, number + 1)]
+            is_stopped = _run_round(world, tests, number, (deadlines[0], deadlines[1]), record, interrupts)
             rounds.append(everyone.all_gather_object(record.row()))
             spent = perf_counter() - start
-            if world.rank == 0 and (number + 1) % -(-count // MOST_LINES) == 0 and not stopped:
+            if world.rank == 0 and (number + 1) % -(-count // MOST_LINES) == 0 and not is_stopped:
                 report(_line(spent, options.seconds, rounds))
-            if stopped or (number + 1 < count and _any_rank(world, spent >= options.seconds)):
+            if is_stopped or (number + 1 < count and _any_rank(world, spent >= options.seconds)):
                 break
         spent = perf_counter() - start
-    return _result(world, options, hosts, devices, rounds, spent, stopped)
+    return _result(world, options, hosts, devices, rounds, spent, is_stopped)
+
+
+def _run_round(
+    world: World,
+    tests: Sequence[tuple[float, Test]],
+    number: int,
+    interval: tuple[float, float],
+    record: StressRecord,
+    interrupts: Interrupts,
+) -> bool:
+    """Run all tests once. Return True if an interrupt of any rank has stopped them. Collective.
+
+    Args:
+        world: The ranks.
+        tests: Tests with their shares of time.
+        number: Number of the round.
+        interval: Planned start and end of the round, in seconds of `perf_counter`.
+        record: Record to which results are added.
+        interrupts: Interrupts of this rank.
+    """
+    start, end = interval
+    all_shares, passed = sum(share for share, _ in tests), 0.0
+    for share, test in tests:
+        passed += share / all_shares
+        test_time = TestTime(start + (end - start) * passed, lambda: interrupts.received)
+        test.run(record, test_time, number)
+        reset_peak(world.device)
+        if _any_rank(world, interrupts.received):
+            return True
+    return False
 
 
 def _tests(
-    world: World, place: StressRank, options: StressOptions, on_result: ResultHook, sizes: StressSizes
+    world: World, this_rank: StressRank, options: StressOptions, on_result: ResultHook, sizes: StressSizes
 ) -> list[tuple[float, Test]]:
     """Return the tests with their shares of time. Collective."""
     host = on_host(world.device)
     shapes = sizes.shapes or (products.HOST_SHAPES if host else products.GPU_SHAPES)
-    sharing = StressRank(place.rank, place.hosts, place.device, place.local_rank, _sharers(world))
+    sharing = StressRank(
+        this_rank.rank, this_rank.hosts, this_rank.device, this_rank.local_rank, _sharers(world)
+    )
     tests: list[tuple[float, Test]] = [
-        (4.0, ProductTest(place, cores_of(world) if host else (), shapes, on_result)),
+        (4.0, ProductTest(this_rank, cores_of(world) if host else (), shapes, on_result)),
         (2.5, MemoryTest(sharing, sizes.memory, on_result)),
     ]
     if world.size > 1:
-        tests.append((2.0, Collectives(world, place, sizes.words, on_result)))
-    tests.append((1.5, DiskTest(place, options.folder, world.size, sizes.file, on_result)))
+        tests.append((2.0, Collectives(world, this_rank, sizes.words, on_result)))
+    tests.append((1.5, DiskTest(this_rank, options.folder, world.size, sizes.file, on_result)))
     return tests
 
 
@@ -192,8 +215,8 @@ def cores_of(world: World) -> tuple[int, ...]:
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     all_ranks = world.everyone.all_gather_object([world.node, allowed])
     same = [rank for rank, each in enumerate(all_ranks) if each == [world.node, allowed]]
-    turn = same.index(world.rank)
-    return tuple(allowed[turn :: len(same)] or allowed[turn % len(allowed) :][:1]) if allowed else ()
+    number = same.index(world.rank)
+    return tuple(allowed[number :: len(same)] or allowed[number % len(allowed) :][:1]) if allowed else ()
 
 
 def _sharers(world: World) -> int:
@@ -233,7 +256,7 @@ def _result(
     slow = list(slow_nodes(nodes))
     if world.rank == 0 and spent >= LEAST_STORED_SECONDS and len(rounds) > 1:
         path = options.rates or default_rates_file()
-        slow += fallen_nodes(nodes, read_rates(path))
+        slow += degraded_nodes(nodes, read_rates(path))
         why = add_rates(path, nodes, datetime.now(timezone.utc).date().isoformat())
         if why:
             remedy = "name a writable file with --rates FILE to detect nodes that become slow"

@@ -7,7 +7,7 @@ import pytest
 from hpctrain.watch.stress.nodes import (
     EarlierRates,
     Node,
-    fallen_nodes,
+    degraded_nodes,
     nodes_of,
     rate_text,
     rows_of,
@@ -64,14 +64,14 @@ def test_a_slow_rank_is_named_beside_its_node() -> None:
 
 def test_a_node_that_became_slow_shows() -> None:
     now = [node("n3", {"fp32 products": 61e9})]
-    (finding,) = fallen_nodes(now, [kept(2, 92e9), kept(1, 20e9, "n2"), kept(1, 20e9, ranks=2)])
+    (finding,) = degraded_nodes(now, [kept(2, 92e9), kept(1, 20e9, "n2"), kept(1, 20e9, ranks=2)])
     assert finding.statement == (
         "node n3 multiplies in fp32 at 61 GFLOP/s per rank, 34% less than on 2026-11-02 (92 GFLOP/s)"
     )
-    assert list(fallen_nodes(now, [kept(2, 70e9)])) == []
+    assert list(degraded_nodes(now, [kept(2, 70e9)])) == []
     # One that has been slow for long still shows; a single quick day of many does not count.
-    assert "2026-11-02" in next(fallen_nodes(now, [kept(2, 92e9), kept(3, 61e9)])).statement
-    assert list(fallen_nodes(now, [kept(2, 92e9), *(kept(day, 62e9) for day in range(3, 8))])) == []
+    assert "2026-11-02" in next(degraded_nodes(now, [kept(2, 92e9), kept(3, 61e9)])).statement
+    assert list(degraded_nodes(now, [kept(2, 92e9), *(kept(day, 62e9) for day in range(3, 8))])) == []
 
 
 def test_rates_are_medians_of_ranks_and_rounds() -> None:

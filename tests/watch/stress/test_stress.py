@@ -265,12 +265,12 @@ def test_known_results_of_products_are_those_of_integers(world: World) -> None:
     for form, storage in FORMATS.items():
         for kind in KINDS:
             case = Case(kind, StressShape(65, 130, 70), form, torch.device("cpu"), seed=3)
-            one, other = case.one.long(), case.other.long()
+            one, other = case.left.long(), case.right.long()
             left = one.T if kind == "weight_gradient" else one
             exact = left @ (other.T if kind == "forward" else other)
-            assert torch.equal(case.known[-1].long(), exact.float().to(storage).long())
+            assert torch.equal(case.possible_results[-1].long(), exact.float().to(storage).long())
             assert int((left.abs() @ (other.T if kind == "forward" else other).abs()).max()) <= 1 << 24
-            assert torch.equal(case.one.long().float(), case.one.float())
+            assert torch.equal(case.left.long().float(), case.left.float())
             assert not (one == 0).any()
     for length in (1, 100, 1041, 3000, 12288):  # in the worst case, in any order
         assert length * int(vectors(length, seed=1).abs().max()) ** 2 <= 1 << 24
@@ -295,7 +295,7 @@ def test_products_have_a_rate_once_every_kernel_was_timed(world: World) -> None:
 @pytest.mark.mpi(max_size=1)
 def test_another_rounding_is_told_from_a_fault(world: World) -> None:
     case = Case("forward", StressShape(65, 130, 70), "bf16", torch.device("cpu"), seed=3)
-    known = case.known[0]
+    known = case.possible_results[0]
     other = (known.view(torch.int16) + (torch.arange(known.numel()).view(known.shape) % 50 == 0)).view(
         known.dtype
     )
