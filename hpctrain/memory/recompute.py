@@ -61,8 +61,8 @@ class Recompute(SavedPolicy):
     ) -> None:
         self.recompute, self.store, self.context = recompute, store, context
         self.keeps_core = recompute != "selective"
-        self.repeats = recompute == "full"
-        self.rounds = store is not None and store.form != "exact"
+        self.recomputes_calls = recompute == "full"
+        self.rounds_activations = store is not None and store.form != "exact"
         self.watch: Watch | None = None
 
     @override

@@ -152,7 +152,7 @@ class Attention(BlockAttention):
         spec = LinearSpec(shape.hidden, outputs, biased, shared_input, shape.adapters, by_heads=True)
         self.inner = ColumnLinear(spec, layer_context)
         clip = shape.query_key_value_clip
-        self.clip = QueryKeyValueClip(clip, layer_context.saved_policy.rounds) if clip else None
+        self.clip = QueryKeyValueClip(clip, layer_context.saved_policy.rounds_activations) if clip else None
         self.sinks: Parameter | None = None
         if shape.attention_sinks:
             self.sinks = Parameter(split_shard(f"{name}.sinks", heads), False, "zeros")

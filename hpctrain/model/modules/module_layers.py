@@ -38,7 +38,7 @@ class ModuleLayer(Layer):
         modules: Modules that it computes.
         replaced: Layers that compute in place of linear layers, by the linear layer.
         sequence: Tokens of a sample.
-        borrowed: Parameters of another part to whose gradients this layer adds, too.
+        other_part_parameters: Parameters of another part to whose gradients this layer adds, too.
 
     Attributes:
         state_owner: Owner of further state, such as the buffers of the module; None if there is none.
@@ -55,11 +55,11 @@ class ModuleLayer(Layer):
         modules: Sequence[nn.Module],
         replaced: Mapping[nn.Module, SplitLinear],
         sequence: int,
-        borrowed: Sequence[Parameter] = (),
+        other_part_parameters: Sequence[Parameter] = (),
     ) -> None:
         super().__init__()
         self.is_block, self.keeps_gathered = is_block, not is_block
-        self.borrowed, self.sequence = tuple(borrowed), sequence
+        self.other_part_parameters, self.sequence = tuple(other_part_parameters), sequence
         self.kind, self._matrices = LayerKind(kind), matrices_in(modules)
         layers = (each if isinstance(each, SplitLinear) else replaced.get(each) for each in modules)
         self._product_layers = [each for each in layers if each is not None]  # in a list: no submodules
@@ -77,14 +77,14 @@ class ModuleLayer(Layer):
     @cached_property
     @override
     def gather_keys(self) -> list[Parameter]:
-        return [*self.all_parameters[:1], *self.borrowed]
+        return [*self.all_parameters[:1], *self.other_part_parameters]
 
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         parameters = self.all_parameters
         yield None if self.is_block or not parameters else parameters[0], parameters[::-1]
-        if self.borrowed:
-            yield self.borrowed[0], list(self.borrowed)
+        if self.other_part_parameters:
+            yield self.other_part_parameters[0], list(self.other_part_parameters)
 
     @property
     @override
@@ -128,7 +128,7 @@ class BlockRunner:
     def __init__(self, name: str, block: nn.Module, layer: ModuleLayer, layer_context: LayerContext) -> None:
         self.name, self.block, self.layer, self.layer_context = name, block, layer, layer_context
         self.forward = block.forward
-        self.buffers = [*persistent_buffers(block)] if layer_context.saved_policy.repeats else []
+        self.buffers = [*persistent_buffers(block)] if layer_context.saved_policy.recomputes_calls else []
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the block and return its result."""
@@ -139,14 +139,14 @@ class BlockRunner:
         residency = part.residency
         if residency.gathers:
             part.note_call(self.name)
-        needed = torch.is_grad_enabled() and (policy.repeats or residency.gathers)
+        needed = torch.is_grad_enabled() and (policy.recomputes_calls or residency.gathers)
         versions = _versions(inputs) if needed else []
         if self.layer.all_parameters:
             result = residency.run_module(self.layer.all_parameters[0], compute, inputs, tensors_of)
         else:
             result = compute()
         if needed and _versions(inputs) != versions:
-            why = 'memory.recompute = "full"' if policy.repeats else "layout.zero = 3"
+            why = 'memory.recompute = "full"' if policy.recomputes_calls else "layout.zero = 3"
             raise HpctrainError(
                 f"{self.name}: changes its input in place, which conflicts with {why} (use x = x + y "
                 "instead of x += y)"

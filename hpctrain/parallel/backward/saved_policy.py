@@ -30,13 +30,13 @@ class SavedPolicy:
     Attributes:
         keeps_core: False if `attend` computes the core of attention (rotation, softmax and its products)
             again in the backward pass, and so saves only the core's operands and the rotary tables.
-        repeats: True if `call` recomputes its function in the backward pass.
-        rounds: True if activations are saved in a format that rounds them.
+        recomputes_calls: True if `call` recomputes its function in the backward pass.
+        rounds_activations: True if activations are saved in a format that rounds them.
     """
 
     keeps_core = True
-    repeats = False
-    rounds = False
+    recomputes_calls = False
+    rounds_activations = False
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
         """Return the result of layers that are applied to `x` one after the other.
