@@ -151,18 +151,18 @@ def _split_different_blocks(times: Sequence[Sequence[float]], schedule: Schedule
             before = until[stage][placed] if part else 0
             most = blocks - sum(fewest[part + 1 :])
             for end in range(placed + fewest[part] if later else blocks, most + 1):
-                passed = end if part < parts - 1 else blocks + 1
-                seconds = until[stage][passed] - before
+                end_layer = end if part < parts - 1 else blocks + 1
+                seconds = until[stage][end_layer] - before
                 load = loads[stage] + seconds
                 if load > limit:
                     break
-                left = (*loads[:stage], load if stage in later else 0, *loads[stage + 1 :])
-                rest = least[-1] - least[passed]
-                stage_bound = max(partial.stage, load, (rest + sum(left)) // max(1, len(later)))
+                later_loads = (*loads[:stage], load if stage in later else 0, *loads[stage + 1 :])
+                rest = least[-1] - least[end_layer]
+                stage_bound = max(partial.stage, load, (rest + sum(later_loads)) // max(1, len(later)))
                 if stage_bound <= limit:
                     part_bound = max(partial.part, seconds, rest // max(1, parts - part - 1))
                     uneven = partial.uneven + (seconds - mean) ** 2
                     new = _PartialSplit(stage_bound, part_bound, uneven, (*partial.split, end - placed))
-                    following[end, left] = min(new, following.get((end, left), new))
+                    following[end, later_loads] = min(new, following.get((end, later_loads), new))
         splits = dict(nsmallest(_MAX_PARTIAL_SPLITS, following.items(), key=itemgetter(1)))
     return list(min(splits.values()).split) if splits else even

@@ -24,8 +24,8 @@ from hpctrain.objective.factory import make_objective
 def has_gpt_layers(shape: ModelShape) -> bool:
     """Return True if the layers save what those of GPT save: `gpt_activation_bytes` is for them."""
     layers = shape.positions, shape.norm, shape.norm_placement, shape.parallel_residual, shape.query_key_norm
-    usual = layers == ("learned", "layer", "before", "none", "none") and shape.norm_bias
-    return usual and not ACTIVATIONS[shape.activation].gated and shape.mlp == 4 * shape.hidden
+    are_gpt = layers == ("learned", "layer", "before", "none", "none") and shape.norm_bias
+    return are_gpt and not ACTIVATIONS[shape.activation].gated and shape.mlp == 4 * shape.hidden
 
 
 def gpt_activation_bytes(shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool) -> int:

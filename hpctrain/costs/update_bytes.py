@@ -43,7 +43,10 @@ def _matrix_bytes(optimizer: MatrixOptimizer) -> int:
     copied = [each for each in optimizer.ranges if each.bucket.gradient_dtype != torch.float32]
     ranges = (each.state[MASTER].nbytes for each in copied)
     parameters = (_parameter_bytes(each, rule) for each in optimizer.parameters)
-    exchanged = [*optimizer.exchanged, *(each for some in optimizer.replicated for each in some.exchanged)]
+    exchanged = [
+        *optimizer.exchanged,
+        *(each for replicated in optimizer.replicated for each in replicated.exchanged),
+    ]
     most = max((*ranges, *parameters, *map(_exchanged_bytes, exchanged)), default=0)
     return most + sum(sorted(gathered)[-2:])
 

@@ -106,8 +106,8 @@ class OffloadedOptimizer(Optimizer):
         super().__init__(rule, buckets, states, agreement)
         self.rule, self.updates, self._streams = rule, 0, streams
         state_bytes = max(sum(flat.element_size() for flat in state.values()) for state in states)
-        moved = [buckets[0].dtype, *([buckets[0].gradient_dtype] if streams else [])]
-        most = piece_elements(state_bytes + sum(dtype.itemsize for dtype in moved), buffer_bytes)
+        copied_dtypes = [buckets[0].dtype, *([buckets[0].gradient_dtype] if streams else [])]
+        most = piece_elements(state_bytes + sum(dtype.itemsize for dtype in copied_dtypes), buffer_bytes)
         self._pieces = [
             OffloadSlice(bucket, state, slice(first, min(first + most, part.stop)), update_settings)
             for bucket, state in zip(buckets, states, strict=True)

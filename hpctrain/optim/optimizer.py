@@ -292,10 +292,10 @@ def update_ranges(
         gradient_divisor: Number by which the gradients are divided.
     """
     in_fp32 = all(each.bucket.gradient_dtype == torch.float32 for each in ranges)
-    for together in [ranges] if in_fp32 and ranges else [[each] for each in ranges]:
-        device = together[0].state[MASTER].device
-        counts = torch.full((len(together),), float(updates), device=device).unbind()
-        batches = [each.batch(count) for each, count in zip(together, counts, strict=True)]
+    for range_group in [ranges] if in_fp32 and ranges else [[each] for each in ranges]:
+        device = range_group[0].state[MASTER].device
+        counts = torch.full((len(range_group),), float(updates), device=device).unbind()
+        batches = [each.batch(count) for each, count in zip(range_group, counts, strict=True)]
         rule.update(batches, learning_rate, gradient_divisor)
         del batches  # before the next copy of gradients is made
 

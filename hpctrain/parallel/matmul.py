@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from hpctrain.parallel.fp8.quantize import QuantizedTensor
 
 Operand: TypeAlias = "Tensor | QuantizedTensor"
-"""Activations, or their gradients, as a Matmul multiplies them: [..., features] as stored, or [m, features]
-in 8 bits, with m tokens.
+"""Activations, or their gradients, as a Matmul multiplies them.
+
+They are [..., features] in the dtype of the weights, or [m, features] in 8 bits, with m tokens.
 """
 
 

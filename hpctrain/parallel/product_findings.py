@@ -63,7 +63,8 @@ def _fastest(storage: torch.dtype) -> str:
 def check_fp8_products(device: torch.device) -> DoctorFinding:
     """Return which recipes a device multiplies in 8 bits, and which it emulates."""
     how = {name: native_products(recipe, device) for name, recipe in RECIPES.items()}
-    names = {way: ", ".join(name for name in how if how[name] == way) for way in _WAYS}
+    names = {support: ", ".join(name for name in how if how[name] == support) for support in _WAYS}
     return DoctorFinding(
-        "FP8 products", "; ".join(_WAYS[way].format(some) for way, some in names.items() if some)
+        "FP8 products",
+        "; ".join(_WAYS[support].format(recipes) for support, recipes in names.items() if recipes),
     )

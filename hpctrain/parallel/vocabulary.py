@@ -142,8 +142,8 @@ class _EmbeddingAutograd(torch.autograd.Function):
 ChunkLoss = Callable[[SplitLogits, slice, bool], tuple[Tensor, Tensor | None]]
 """Function of the logits of a chunk, of the tokens in it, and of whether gradients are needed.
 
-It returns the losses [n] and, if needed, their gradient with respect to the products that the logits consist
-of, [n, V/t] as stored.
+It returns the losses [n] and, if needed, their gradient with respect to `SplitLogits.products`, in the dtype
+of these products.
 """
 
 

@@ -217,8 +217,8 @@ class Schedule:
                 f"{source}: contains no stage (write one line of actions, such as F0 B0, for each stage)"
             )
         if problems:
-            left = len(problems) - _MAX_PROBLEMS
-            more = [f"{source}: and {left} more problems"] if left > 0 else []
+            omitted = len(problems) - _MAX_PROBLEMS
+            more = [f"{source}: and {omitted} more problems"] if omitted > 0 else []
             raise HpctrainError(problems[:_MAX_PROBLEMS] + more)
         if header is None:
             return Schedule(tuple(stages))

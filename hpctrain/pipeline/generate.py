@@ -67,9 +67,9 @@ _FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
     """Return `warm_up` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    left = forwards[warm_up:]
-    pairs = (each for pair in zip(left, backwards, strict=False) for each in pair)
-    return (*forwards[:warm_up], *pairs, *backwards[len(left) :])
+    alternating = forwards[warm_up:]
+    pairs = (each for pair in zip(alternating, backwards, strict=False) for each in pair)
+    return (*forwards[:warm_up], *pairs, *backwards[len(alternating) :])
 
 
 # Schedules with one chunk per stage.

@@ -125,12 +125,12 @@ class _StageProgress:
         following = list(self.next)
         following[stream] += 1
         while live <= limit:
-            left = [
+            upcoming = [
                 (self.priorities[k][following[k]], k) for k in STREAMS if following[k] < self.micro_batches
             ]
-            if not left:
+            if not upcoming:
                 return True
-            before, stream = min(left)
+            before, stream = min(upcoming)
             if before >= priority:
                 return True
             following[stream] += 1

@@ -87,11 +87,11 @@ def _check_completeness(schedule: Schedule, stage: int) -> Iterator[ScheduleProb
 def _missing_actions(schedule: Schedule, stage: int, indices: dict[Action, int]) -> Iterator[ScheduleProblem]:
     for micro_batch in range(max(1, schedule.micro_batches)):
         for chunk in range(schedule.chunks):
-            forward, whole, inputs, weights = (Action(kind, micro_batch, chunk) for kind in _KINDS)
+            forward, backward, inputs, weights = (Action(kind, micro_batch, chunk) for kind in _KINDS)
             if forward not in indices:
                 yield ScheduleProblem(stage, None, forward, "is missing")
-            if whole in indices:
-                reason = f"is a duplicate: {whole} already contains {inputs} and {weights}"
+            if backward in indices:
+                reason = f"is a duplicate: {backward} already contains {inputs} and {weights}"
                 for piece in (inputs, weights):
                     if piece in indices:
                         yield ScheduleProblem(stage, indices[piece], piece, reason)
@@ -101,7 +101,7 @@ def _missing_actions(schedule: Schedule, stage: int, indices: dict[Action, int])
                 yield ScheduleProblem(stage, None, absent, reason)
             elif inputs not in indices:
                 reason = f"is missing, as are {inputs} and {weights}"
-                yield ScheduleProblem(stage, None, whole, reason)
+                yield ScheduleProblem(stage, None, backward, reason)
 
 
 _KINDS: tuple[Kind, Kind, Kind, Kind] = ("F", "B", "I", "W")
@@ -217,11 +217,11 @@ class _ScheduleRun:
         """Return the stages that wait for each other in a cycle; an empty list if all stages completed."""
         if not self.blocked:
             return []
-        stage, seen = min(self.blocked), list[int]()
-        while stage not in seen:
-            seen.append(stage)
+        stage, path = min(self.blocked), list[int]()
+        while stage not in path:
+            path.append(stage)
             stage = self.blocked[stage].peer
-        return sorted(seen[seen.index(stage) :])
+        return sorted(path[path.index(stage) :])
 
     def problem(self, stage: int) -> ScheduleProblem:
         """Return a description of what a blocked stage waits for."""
@@ -232,9 +232,9 @@ class _ScheduleRun:
         stuck = f"{'the send of ' if peer.is_send else ''}{self.schedule.stages[wait.peer][peer.index]}"
         if not wait.is_send:
             chunk = self.schedule.stage_and_chunk(part)[1]
-            whole = Action("B", action.micro_batch, chunk)
+            whole_backward = Action("B", action.micro_batch, chunk)
             input_gradient = Action("I", action.micro_batch, chunk)
-            backward = whole if whole in self.schedule.stages[wait.peer] else input_gradient
+            backward = whole_backward if whole_backward in self.schedule.stages[wait.peer] else input_gradient
             need = Action("F", action.micro_batch, chunk) if forward else backward
             reason = f"waits for {need} of stage {wait.peer}, which waits at {stuck}"
         else:
@@ -263,9 +263,11 @@ class _ScheduleRun:
         """Return True if a send completes: at once, or because its receive is the next one that is posted."""
         if not self.blocking:
             return True
-        held = len(self.arrived[channel])
-        posted = held < self.schedule.stage_count
-        return posted and self.receive_order[channel][self.received_counts[channel] + held] == micro_batch
+        unprocessed = len(self.arrived[channel])
+        posted = unprocessed < self.schedule.stage_count
+        return (
+            posted and self.receive_order[channel][self.received_counts[channel] + unprocessed] == micro_batch
+        )
 
 
 def _check_deadlock(schedule: Schedule, *, blocking: bool) -> list[ScheduleProblem]:
@@ -279,6 +281,6 @@ def _check_activations(schedule: Schedule, limit: float) -> Iterator[SchedulePro
     for stage, actions in enumerate(schedule.stages):
         for index, (action, alive) in enumerate(zip(actions, live_activations(actions), strict=True)):
             if alive > limit * schedule.chunks:
-                held = f"holds activations of {alive / schedule.chunks:g} micro-batches"
-                yield ScheduleProblem(stage, index, action, f"{held}; the limit is {limit:g}")
+                excess = f"holds activations of {alive / schedule.chunks:g} micro-batches"
+                yield ScheduleProblem(stage, index, action, f"{excess}; the limit is {limit:g}")
                 break

@@ -136,8 +136,8 @@ def simulate_until_blocked(
     """Return start and end of each action of every stage, up to the first one whose input never arrives."""
     parts = times_by_part(times, schedule)
     split = parts.input_gradient, parts.weight_gradient
-    whole = [one + other for one, other in zip(*split, strict=True)]
-    durations = [*parts.forward, *split[0], *split[1], *whole]  # in the order of `ActionIndices.duration`
+    backward = [one + other for one, other in zip(*split, strict=True)]
+    durations = [*parts.forward, *split[0], *split[1], *backward]  # in the order of `ActionIndices.duration`
     delays = [*parts.communication, 0.0]
     dependencies = schedule.dependencies
     ends: list[float | None] = [None] * dependencies.result_count

@@ -65,7 +65,7 @@ def _minimum_idle(
         last - live * (forward_0 + chunk_1),
         0.0,
     )
-    left = forward_0 + live * chunk_1 + (live - 1) * (gradient_0 + weight_0)
-    final = max(0.0, last - left)
+    remaining_work = forward_0 + live * chunk_1 + (live - 1) * (gradient_0 + weight_0)
+    final = max(0.0, last - remaining_work)
     # The last micro-batch fits only after gradients of the first one have arrived.
     return first + final if micro_batches > limit else max(first, final)

@@ -155,10 +155,10 @@ class EightBitBucket(Bucket):
 
     def _parts(self, gathered: Tensor) -> tuple[tuple[_Packed, Tensor], tuple[_Packed, Tensor]]:
         """Return the matrices (as bytes) and the rest, as views of the memory of gathered values."""
-        every = gathered.view(torch.uint8)
-        assert len(every) >= self._bytes
-        rest = every[self._rest_begins : self._bytes].view(self.dtype)
-        return (self._matrices, every[: self._matrices.length]), (self._rest, rest)
+        as_bytes = gathered.view(torch.uint8)
+        assert len(as_bytes) >= self._bytes
+        rest = as_bytes[self._rest_begins : self._bytes].view(self.dtype)
+        return (self._matrices, as_bytes[: self._matrices.length]), (self._rest, rest)
 
     def _cast(self, owned: Tensor, gathered: Tensor, scales: Sequence[Tensor]) -> None:
         """Write this rank's share of the gathered values, and measure maxima and losses of the cast."""
@@ -194,6 +194,6 @@ class EightBitBucket(Bucket):
 def _cast_into(into: Tensor, values: Tensor, scale: Tensor) -> None:
     """Cast values to 8 bits, like the products do, some elements at a time."""
     step = ELEMENTS_AT_ONCE if into.is_cpu else _ELEMENTS_AT_ONCE_ON_GPU
-    for codes, some in zip(into.split(step), values.split(step), strict=True):
-        some = some.to(into.device, non_blocking=True)  # noqa: PLW2901
-        codes.view(torch.uint8).copy_(to_format(some / scale, E4M3).view(torch.uint8))
+    for codes, part in zip(into.split(step), values.split(step), strict=True):
+        part = part.to(into.device, non_blocking=True)  # noqa: PLW2901
+        codes.view(torch.uint8).copy_(to_format(part / scale, E4M3).view(torch.uint8))

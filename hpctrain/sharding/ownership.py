@@ -48,22 +48,22 @@ class UpdateLoads:
             low, high = (low, middle) if self._fill(units, middle) is not None else (middle, high)
         counts = self._fill(units, high)
         assert counts is not None
-        borders, done = [0], 0
+        borders, assigned = [0], 0
         for rank, count in enumerate(counts):
-            owned = units[done : done + count]
+            owned = units[assigned : assigned + count]
             self.works[rank] += sum(unit.work for unit in owned)
-            done += count
+            assigned += count
             borders.append(owned[-1].stop if owned else borders[-1])
         borders[-1] = length
         return tuple(borders)
 
     def _fill(self, units: Sequence[UpdateUnit], most: float) -> list[int] | None:
         """Return the number of units of each rank if none exceeds the load `most`; None if units remain."""
-        counts, done = [], 0
+        counts, assigned = [], 0
         for before in self.works:
-            first, load = done, before
-            while done < len(units) and load + units[done].work <= most:
-                load += units[done].work
-                done += 1
-            counts.append(done - first)
-        return counts if done == len(units) else None
+            first, load = assigned, before
+            while assigned < len(units) and load + units[assigned].work <= most:
+                load += units[assigned].work
+                assigned += 1
+            counts.append(assigned - first)
+        return counts if assigned == len(units) else None

@@ -241,9 +241,9 @@ class Replications:
     @cached_property
     def _expert_replication(self) -> Replication:
         """Replication of experts, which are all split alike."""
-        data_group, alone = self._mesh.group("expert_data"), self._mesh.new_subgroup("expert_data", 1)
+        data_group, this_rank = self._mesh.group("expert_data"), self._mesh.new_subgroup("expert_data", 1)
         pieces = self._mesh.group(EXPERTS[1])
-        return Replication(self._make_sharding(data_group), alone, False, pieces, None, 0, 1)
+        return Replication(self._make_sharding(data_group), this_rank, False, pieces, None, 0, 1)
 
 
 @dataclass(frozen=True)

@@ -219,13 +219,15 @@ class ModuleState:
         inner = [each for module in modules for each in module.modules()]
         attributes = [each for module in inner for each in vars(module).values()]
         members = chain.from_iterable(each for each in attributes if isinstance(each, list | tuple))
-        every = [*inner, *attributes, *members]
+        objects = [*inner, *attributes, *members]
         # Ask types, not objects: it saves 8 ms per block, and attributes of an object are not its methods.
-        kinds = {kind for kind in set(map(type, every)) if issubclass(kind, KeepsState | UsesStatistics)}
-        once = dict.fromkeys(each for each in every if type(each) in kinds)
-        self._keeping: list[KeepsState] = [each for each in once if issubclass(type(each), KeepsState)]
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, KeepsState | UsesStatistics)}
+        unique_objects = dict.fromkeys(each for each in objects if type(each) in kinds)
+        self._keeping: list[KeepsState] = [
+            each for each in unique_objects if issubclass(type(each), KeepsState)
+        ]
         self.statistics_users: list[UsesStatistics] = [
-            each for each in once if issubclass(type(each), UsesStatistics)
+            each for each in unique_objects if issubclass(type(each), UsesStatistics)
         ]
         shards = [shard for each in self._keeping for _, shard, _ in each.state()]
         self._replications = {shard: replications.of(shard) for shard in shards}

@@ -42,7 +42,7 @@ class ActivationSizes:
         tokens: Tokens of this rank's piece of the sequences.
         rows: Tokens of them between the linear layers, which sequence parallelism splits.
         micro_size: Sequences of a micro-batch.
-        itemsize: Bytes of an element of weights and activations as stored.
+        itemsize: Bytes of an element of weights and activations.
         gradient_itemsize: Bytes of an element of weight gradients.
         gpu: True on a GPU, whose kernels save other tensors.
         recomputes_core: True if the core of attention is recomputed.

@@ -105,25 +105,25 @@ def deferred_by_block(block: TransformerBlock, sizes: ActivationSizes) -> Deferr
     output layer of attention, after which the core of attention may be recomputed.
     """
     attention, feed_forward = block.attention, block.feed_forward
-    held, mask = deferred_bytes.dispatch(Layer)(block, sizes).deferred, total(dropout_masks(block, sizes))
+    deferred, mask = deferred_bytes.dispatch(Layer)(block, sizes).deferred, total(dropout_masks(block, sizes))
     output_gradient = sizes.features(block.hidden).bytes
     if isinstance(feed_forward, Mixture):
-        most, left = mixture_bytes.transient_bytes(feed_forward, sizes)
+        most, remaining = mixture_bytes.transient_bytes(feed_forward, sizes)
     else:
-        most, left = feed_forward_bytes.transient_bytes(feed_forward, sizes)
-        held -= total(saved_input(feed_forward.up, sizes)) if _shares_input(block) else 0
+        most, remaining = feed_forward_bytes.transient_bytes(feed_forward, sizes)
+        deferred -= total(saved_input(feed_forward.up, sizes)) if _shares_input(block) else 0
     if isinstance(attention, LatentAttention) and attention.query_norm is None:
-        held -= total(saved_input(attention.query, sizes))  # the layer of latents saves the same input
+        deferred -= total(saved_input(attention.query, sizes))  # the layer of latents saves the same input
     if _shares_gradient(block):
-        held, output_gradient = held - output_gradient, 0
+        deferred, output_gradient = deferred - output_gradient, 0
     freed = mask + total(_saved_by_norm(block.feed_forward_output_norm, sizes))
     peak = most - freed
     freed += mask + total(_saved_by_second_norm(block, sizes))
     freed += total(_saved_by_norm(block.attention_output_norm, sizes))
-    after = left + output_gradient - freed
+    after = remaining + output_gradient - freed
     if sizes.recomputes_core:
         after += core_recompute_bytes(attention, sizes)
-    return DeferredBytes(held, max(0, peak, after))
+    return DeferredBytes(deferred, max(0, peak, after))
 
 
 @exchanged_bytes.register

@@ -108,14 +108,14 @@ def transient_bytes(mixture: Mixture, sizes: ActivationSizes) -> tuple[int, int]
     after it.
     """
     settings, results = mixture.settings, result_storage(mixture, sizes).bytes
-    held = _allocated_operands(mixture.experts, sizes) - results
+    allocated = _allocated_operands(mixture.experts, sizes) - results
     weights = 4 * _local_rows(mixture.layer_context, sizes) * settings.per_token
-    most = held - (weights if settings.router_normalize else 0)
-    left = held - total(saved_storages(mixture.router, sizes))
+    most = allocated - (weights if settings.router_normalize else 0)
+    remaining = allocated - total(saved_storages(mixture.router, sizes))
     if mixture.shared is None:
-        return most, left - sizes.row_features(mixture.hidden).bytes
+        return most, remaining - sizes.row_features(mixture.hidden).bytes
     shared = feed_forward_bytes.transient_bytes(mixture.shared, sizes)
-    return most + shared[0], left + shared[1]
+    return most + shared[0], remaining + shared[1]
 
 
 def _local_rows(layer_context: LayerContext, sizes: ActivationSizes) -> int:

@@ -34,8 +34,8 @@ def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes, product_byte
         return 0
     products = {each for layer in layers for each in _prepared_products(layer, sizes)}
     of_experts = sum(1 for *_, row_count in products if row_count)
-    others = len(products) - of_experts
-    return product_bytes * (others + min(of_experts, _MOST_PRODUCTS))
+    other_count = len(products) - of_experts
+    return product_bytes * (other_count + min(of_experts, _MOST_PRODUCTS))
 
 
 def _prepared_products(layer: Layer, sizes: ActivationSizes) -> Iterator[tuple[Pass, int, int, int]]:

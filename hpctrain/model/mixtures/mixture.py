@@ -104,10 +104,10 @@ class Mixture(nn.Module):
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations: tokens are gathered by expert, activated, and summed again."""
         chosen, inner = self.settings.per_token, self.settings.mlp
-        moved = ElementwiseSize("add", 2 * chosen * self.hidden)
+        copies = ElementwiseSize("add", 2 * chosen * self.hidden)
         shared = self.shared.elementwise if self.shared is not None else []
         return [
-            moved,
+            copies,
             ElementwiseSize(elementwise_kind(self.experts.activation), chosen * inner, True),
             *shared,
         ]

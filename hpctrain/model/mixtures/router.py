@@ -64,8 +64,8 @@ class RoutedTokens:
         """
         if self.places is None:
             return values
-        whole = values.new_full((self.rows, *values.shape[1:]), padding)
-        return whole.index_copy(0, self.places, values)
+        all_rows = values.new_full((self.rows, *values.shape[1:]), padding)
+        return all_rows.index_copy(0, self.places, values)
 
 
 class Routing(NamedTuple):

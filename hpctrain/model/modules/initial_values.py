@@ -65,8 +65,8 @@ class ModuleForm:
         known: dict[nn.Parameter, str] = {}
         named = dict(module.named_parameters(remove_duplicate=False))
         first_names = {name: known.setdefault(each, name) for name, each in named.items()}
-        every = named | dict(module.named_buffers(remove_duplicate=False))
-        shapes = {name: list(each.shape) for name, each in every.items()}
+        tensors = named | dict(module.named_buffers(remove_duplicate=False))
+        shapes = {name: list(each.shape) for name, each in tensors.items()}
         trained = frozenset(name for name, each in named.items() if each.requires_grad)
         return ModuleForm(shapes, first_names, trained)
 

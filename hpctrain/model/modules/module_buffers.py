@@ -88,8 +88,8 @@ class ModuleBuffers:
         else:
             group.broadcast(values)
         for buffer, piece in zip(buffers, values.split([b.numel() for b in buffers]), strict=True):
-            own = piece.view(buffer.shape)
-            buffer.copy_(own if buffer.is_floating_point() else own.round())
+            agreed_values = piece.view(buffer.shape)
+            buffer.copy_(agreed_values if buffer.is_floating_point() else agreed_values.round())
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

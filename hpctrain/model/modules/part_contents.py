@@ -85,12 +85,12 @@ def contents_of_part(
     all_blocks = find_blocks(module, architecture.pattern)
     numbered = enumerate(all_blocks.items())
     blocks = {name: each for number, (name, each) in numbered if span.first <= number < span.last}
-    borrowed = tuple(each for each in shared_parameters.values() if each in names)
+    other_part_parameters = tuple(each for each in shared_parameters.values() if each in names)
     if stage is None:
         outer = _outer_of_module(module, names, blocks)
     else:
-        outer = _outer_of_stage(module, stage, names, all_blocks, blocks, {*borrowed})
-    elsewhere = {*outer.parameters_before, *outer.parameters_after, *borrowed}
+        outer = _outer_of_stage(module, stage, names, all_blocks, blocks, {*other_part_parameters})
+    elsewhere = {*outer.parameters_before, *outer.parameters_after, *other_part_parameters}
     kinds, further = block_kinds(all_blocks), (linear_layers, architecture.sequence)
     block_layers = (
         ModuleLayer(kinds[name], True, _parameters_except(block, elsewhere), [*block.modules()], *further)
@@ -99,14 +99,16 @@ def contents_of_part(
     layers = (
         ModuleLayer("outside", False, outer.parameters_before, outer.modules_before, *further),
         *block_layers,
-        ModuleLayer("result", False, outer.parameters_after, outer.modules_after, *further, borrowed),
+        ModuleLayer(
+            "result", False, outer.parameters_after, outer.modules_after, *further, other_part_parameters
+        ),
     )
     rule = architecture.buffers, architecture.storage
     if stage is None:
         return PartContents(names, layers, blocks, ModuleBuffers(module, layer_context, *rule))
     buffers = ModuleBuffers(module, layer_context, *rule, stage.remote_buffers, stage.saved_elsewhere)
-    own = [parameter for parameter in names if parameter not in set(borrowed)]
-    forward_pass = StageForward(stage, StageMessage.of(stage.order), placeholder.device, own)
+    stage_parameters = [parameter for parameter in names if parameter not in set(other_part_parameters)]
+    forward_pass = StageForward(stage, StageMessage.of(stage.order), placeholder.device, stage_parameters)
     return PartContents(names, layers, blocks, buffers, forward_pass, watched_modules(module, all_blocks))
 
 
@@ -144,7 +146,7 @@ def _outer_of_stage(
     names: Names,
     all_blocks: Mapping[str, nn.Module],
     blocks: Mapping[str, nn.Module],
-    borrowed: Set[Parameter],
+    other_part_parameters: Set[Parameter],
 ) -> _OuterContents:
     """Return what a stage uses outside of its blocks, by the positions at which a pass uses it."""
     order, before, after = stage.order, list[Parameter](), list[Parameter]()
@@ -152,7 +154,7 @@ def _outer_of_stage(
     for parameter, (name, *_) in names.items():
         positions = order.parameters[name]
         in_block = parameter in block_of and positions == {order.block_position(block_of[parameter])}
-        if not in_block and parameter not in borrowed:
+        if not in_block and parameter not in other_part_parameters:
             at_end = {*filter(stage.computes, positions)} == {order.end_position}
             (after if at_end else before).append(parameter)
     modules_after, remote = set[nn.Module](), set[nn.Module]()
@@ -164,12 +166,12 @@ def _outer_of_stage(
             modules_after |= set(each.modules())
         if not any(map(stage.computes, at or {0})):
             remote |= set(each.modules())
-    here = [each for each in _modules_outside(module, all_blocks.values()) if each not in remote]
+    local_modules = [each for each in _modules_outside(module, all_blocks.values()) if each not in remote]
     return _OuterContents(
         before,
-        [each for each in here if each not in modules_after],
+        [each for each in local_modules if each not in modules_after],
         after,
-        [each for each in here if each in modules_after],
+        [each for each in local_modules if each in modules_after],
     )
 
 
@@ -199,11 +201,11 @@ class _ParameterReplacement:
             name = original.shard.name if isinstance(original, Parameter) else own_name
             if original not in ours:
                 ours[original] = self._replacement_of(name, original)
-            own = ours[original]
-            if isinstance(own, Parameter):
-                names.setdefault(own, []).append(name)
+            new = ours[original]
+            if isinstance(new, Parameter):
+                names.setdefault(new, []).append(name)
             parent, _, attribute = own_name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, own)
+            setattr(module.get_submodule(parent), attribute, new)
         return names
 
     def _replacement_of(self, name: str, original: nn.Parameter) -> nn.Parameter:
@@ -217,10 +219,10 @@ class _ParameterReplacement:
             shared = self.shared_parameters[name]
             shared.uses, shared.separate_lookups = 2, 1
             return shared
-        own = self._replace(name, original)
+        new = self._replace(name, original)
         if self.stage.shares(positions):
-            own.shard = replace(own.shard, stage_copy=span.tied_stage, stage_copies=span.tied_stages)
-        return own
+            new.shard = replace(new.shard, stage_copy=span.tied_stage, stage_copies=span.tied_stages)
+        return new
 
     def _replace(self, name: str, original: nn.Parameter) -> Parameter:
         """Return the Parameter that replaces one of a module: itself if it already is one."""
@@ -229,14 +231,14 @@ class _ParameterReplacement:
         kind = LayerGradientParameter if original in self.layer_gradients else Parameter
         partial_axes = frozenset({"tensor"} if original in self.partial_gradients else ())
         shard = Shard.replicated(name, tuple(original.shape), partial_axes)
-        own = replacement(kind, original, shard)
+        new = replacement(kind, original, shard)
         if original.requires_grad:
             # The module's own hooks on gradients run for each micro-batch.
             for hook in (getattr(original, "_backward_hooks", None) or {}).values():
-                own.register_hook(hook)
+                new.register_hook(hook)
             for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
-                own.register_post_accumulate_grad_hook(hook)
-        return own
+                new.register_post_accumulate_grad_hook(hook)
+        return new
 
 
 def _modules_outside(module: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
@@ -250,7 +252,10 @@ def block_kinds(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     kinds: dict[str, str] = {}
     known: dict[str, list[object]] = {}
     for name, block in blocks.items():
-        kind, form = type(block).__name__, [(own, each.shape) for own, each in block.named_parameters()]
+        kind, form = (
+            type(block).__name__,
+            [(parameter_name, each.shape) for parameter_name, each in block.named_parameters()],
+        )
         forms = known.setdefault(kind, [])
         if form not in forms:
             forms.append(form)

@@ -52,8 +52,8 @@ def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation:
         chunk = rows[first : first + count]
         indices = chunk.reshape(-1, *(1,) * within.ndim) + within
         values = np.zeros((chunk.size, *shard.local[1:]), np.float32)
-        here = (slice(None), *inside)
-        values[here] = normal(key, indices) * deviation
+        index = (slice(None), *inside)
+        values[index] = normal(key, indices) * deviation
         start = first * width
         low, high = max(start, offset), min(start + values.size, end)
         target[low - offset : high - offset] = torch.from_numpy(
@@ -63,8 +63,8 @@ def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation:
 
 def deviation(shape: ModelShape, initial: Initial) -> float:
     """Return the standard deviation of initial weights of a role."""
-    usual = shape.initial_std / sqrt(2 * shape.layers) if initial == "residual" else shape.initial_std
-    return usual * shape.width_scaling.deviation(initial)
+    standard = shape.initial_std / sqrt(2 * shape.layers) if initial == "residual" else shape.initial_std
+    return standard * shape.width_scaling.deviation(initial)
 
 
 def initialize(

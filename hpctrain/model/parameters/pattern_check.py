@@ -48,8 +48,8 @@ class PatternCheck:
             match nothing.
         """
         known = [[parameter.shard.name for parameter in group] for group in groups]
-        every = [*chain(*known), *further]
-        named = {name for name in every if any(matches(pattern, name) for pattern in patterns)}
+        names = [*chain(*known), *further]
+        named = {name for name in names if any(matches(pattern, name) for pattern in patterns)}
         return PatternCheck(
             [([n for n in group if n in named], [n for n in group if n not in named]) for group in known],
             [pattern for pattern in patterns if not any(matches(pattern, name) for name in named)],
@@ -64,10 +64,12 @@ class PatternCheck:
             none: Problem if no group matches.
             all_match: Problem if all names of all groups match.
         """
-        problems = [partial.format(named[0], left[0]) for named, left in self.groups if named and left]
+        problems = [
+            partial.format(named[0], unmatched[0]) for named, unmatched in self.groups if named and unmatched
+        ]
         problems += [unknown.format(toml_value(pattern)) for pattern in self.unknown]
         if not problems and none and not any(named for named, _ in self.groups):
             problems.append(none)
-        if not problems and all_match and not any(left for _, left in self.groups):
+        if not problems and all_match and not any(unmatched for _, unmatched in self.groups):
             problems.append(all_match)
         return list(dict.fromkeys(problems))

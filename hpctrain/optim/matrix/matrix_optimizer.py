@@ -57,8 +57,8 @@ class MatrixOptimizer(Optimizer):
                     if each.part.start <= segment.start < each.part.stop
                 ]
                 self.parameters += parameters
-                trained = [every for every in parameters if every.segment.parameter.requires_grad]
-                if trained and all(every.is_replicated for every in trained):
+                trained = [matrices for matrices in parameters if matrices.segment.parameter.requires_grad]
+                if trained and all(matrices.is_replicated for matrices in trained):
                     self.replicated.append(ReplicatedMatrices(rules.matrix_rule, bucket, each, trained))
                 else:
                     not_replicated += trained

@@ -100,7 +100,7 @@ class DelayedMatmul(QuantizedMatmul):
         return True
 
     def _class_for(self, *kinds: Kind) -> type[Matmul]:
-        """Return the class that multiplies these operands: in 8 bits if all have scales, else as stored."""
+        """Return the class that multiplies these operands: in 8 bits only if all have scales."""
         return QuantizedMatmul if self._has_scales(*kinds) else Matmul
 
     @override

@@ -67,8 +67,10 @@ def upcast(values: Tensor, dtype: torch.dtype) -> Tensor:
     table = torch.arange(256, dtype=torch.uint8).view(values.dtype).to(dtype)
     result = torch.empty(values.shape, dtype=dtype)
     bits = values.view(torch.uint8).flatten()
-    for into, some in zip(result.view(-1).split(ELEMENTS_AT_ONCE), bits.split(ELEMENTS_AT_ONCE), strict=True):
-        torch.index_select(table, 0, some.int(), out=into)
+    for into, codes in zip(
+        result.view(-1).split(ELEMENTS_AT_ONCE), bits.split(ELEMENTS_AT_ONCE), strict=True
+    ):
+        torch.index_select(table, 0, codes.int(), out=into)
     return result
 
 

@@ -87,11 +87,11 @@ class ScaleBlocks(NamedTuple):
 def _block_ranges(count: int, size: int | None) -> Iterator[tuple[slice, slice, int]]:
     """Yield elements of a dim, their blocks and the size of these: complete blocks, then a smaller one."""
     size = size or count
-    whole = count // size if size else 0
-    if whole:
-        yield slice(0, whole * size), slice(0, whole), size
-    if rest := count - whole * size:
-        yield slice(whole * size, count), slice(whole, whole + 1), rest
+    complete = count // size if size else 0
+    if complete:
+        yield slice(0, complete * size), slice(0, complete), size
+    if rest := count - complete * size:
+        yield slice(complete * size, count), slice(complete, complete + 1), rest
 
 
 def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:

@@ -85,15 +85,15 @@ def band_tiles(
     step = min(reach, queries, rows or queries)
     for begin in range(0, queries, step):
         end = min(begin + step, queries)
-        own = distance + begin  # key of the same position as the first query
+        diagonal = distance + begin  # key of the same position as the first query
         count = end - begin
-        yield from _square(begin, count, own, keys, "causal")
-        first, last = max(own + count - reach, 0), min(own, keys)
+        yield from _square(begin, count, diagonal, keys, "causal")
+        first, last = max(diagonal + count - reach, 0), min(diagonal, keys)
         for start in range(first, last, columns or max(last - first, 1)):
             yield AttentionBlock(
                 slice(begin, end), slice(start, min(start + (columns or last), last)), "none"
             )
-        yield from _square(begin, count - 1, own - reach + 1, keys, "reversed")
+        yield from _square(begin, count - 1, diagonal - reach + 1, keys, "reversed")
 
 
 def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterator[AttentionBlock]:

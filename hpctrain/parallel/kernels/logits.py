@@ -1,7 +1,7 @@
 """Softmax statistics of rows of logits, and gradients of losses that are functions of them.
 
 The logits of a large vocabulary are the largest tensor of a step. torch makes several passes over a copy in
-fp32; `functions.c` makes one over the products as stored, and one more for the gradient.
+fp32; `functions.c` makes one over the products in their own dtype, and one more for the gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SplitLogits:
     """Logits of this rank's columns: products times a multiplier, which a cap may bound.
 
     Attributes:
-        products: Products [n, V/t] as stored, whose memory may be overwritten.
+        products: Products [n, V/t] in the dtype of the weights, whose memory may be overwritten.
         columns: Number of columns that are not padding. Logits of padding are -inf.
         multiplier: Factor of the products.
         cap: Bound c of the logits x, which become c tanh(x / c); 0 for none.
@@ -65,8 +65,8 @@ class SoftmaxStatistics:
             self._slopes = torch.sub(x.new_ones(()), squares, out=squares)
             x.mul_(logits.cap)
         x[:, logits.columns :] = -torch.inf
-        there = self._column.masked_fill(absent, 0).unsqueeze(1)
-        self.at_column = x.gather(1, there).squeeze(1).masked_fill_(absent, -torch.inf)
+        column = self._column.masked_fill(absent, 0).unsqueeze(1)
+        self.at_column = x.gather(1, column).squeeze(1).masked_fill_(absent, -torch.inf)
         self.maximum = x.amax(1).clamp_min_(torch.finfo(torch.float32).min)
         self._exponentials = x.sub_(self.maximum.unsqueeze(1)).exp_()
         self.total = x.sum(1)

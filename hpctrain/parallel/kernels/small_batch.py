@@ -101,21 +101,23 @@ def find_block_size(
     """
     if outputs < LEAST_OUTPUTS:
         return None
-    generator, some = torch.Generator().manual_seed(0), slice(0, LEAST_OUTPUTS)
+    generator, corner = torch.Generator().manual_seed(0), slice(0, LEAST_OUTPUTS)
     outputs = min(outputs, _MOST_OUTPUTS)
     weight, rows = (torch.randn(count, inputs, generator=generator) for count in (outputs, 3 * MAX_ROWS))
     biases = (None,) if head else (None, torch.randn(outputs, generator=generator))
-    many = [kernel.logits(rows, weight) if head else kernel.forward(rows, weight, bias) for bias in biases]
+    expected = [
+        kernel.logits(rows, weight) if head else kernel.forward(rows, weight, bias) for bias in biases
+    ]
 
     def agrees(block: int) -> bool:
         return all(
-            torch.equal(few_rows(functions, rows[:count], weight, bias, block), whole[:count])
-            for bias, whole in zip(biases, many, strict=True)
+            torch.equal(few_rows(functions, rows[:count], weight, bias, block), result[:count])
+            for bias, result in zip(biases, expected, strict=True)
             for count in (1, 3, MAX_ROWS)
         )
 
     for block in (*range(_STEP, inputs, _STEP), inputs):
         # A few rows and columns exclude most block sizes quickly.
-        if torch.equal(few_rows(functions, rows[:2], weight[some], None, block), many[0][:2, some]):
+        if torch.equal(few_rows(functions, rows[:2], weight[corner], None, block), expected[0][:2, corner]):
             return block if agrees(block) else None
     return None

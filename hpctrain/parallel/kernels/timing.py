@@ -74,10 +74,10 @@ class MatmulPass(NamedTuple):
         shortest = (_SHORTEST, 2 * BLOCK_ROWS if self.kind == "logits" else _SHORTEST, _SHORTEST)
         sides = list(self[1:])
         while 2.0 * prod(sides) > most:
-            left = [side for side in range(3) if sides[side] > shortest[side]]
-            if not left:
+            shortenable = [side for side in range(3) if sides[side] > shortest[side]]
+            if not shortenable:
                 break
-            longest = max(left, key=lambda side: sides[side])
+            longest = max(shortenable, key=lambda side: sides[side])
             sides[longest] = max(shortest[longest], -(-sides[longest] // 2))
         return MatmulPass(self.kind, *sides)
 

@@ -212,9 +212,9 @@ class CompressionBlocks:
         """Yield the elements of each parameter that are in `part`, a range of the bucket."""
         for piece in self.pieces:
             distance = piece.first - piece.start
-            cut = piece.within(part.start + distance, part.stop + distance)
-            if cut.length:
-                yield cut
+            clipped = piece.within(part.start + distance, part.stop + distance)
+            if clipped.length:
+                yield clipped
 
 
 def read_spans(code: Tensor, spans: Iterable[Span]) -> Tensor:

@@ -64,10 +64,10 @@ class CodedSum:
     ) -> None:
         self.blocks, self.group, self.codec = blocks, group, codec
         self.returns, self._sums_slice = returns, sums_slice
-        own = self.owned_blocks = blocks.part(owned[group.rank])
+        owned_blocks = self.owned_blocks = blocks.part(owned[group.rank])
         of_owners = [list(blocks.code_spans(codec.width, codec.scale, span)) for span in owned]
         self._spans = [span for spans in of_owners for span in spans]
-        self._owner_spans = list(own.code_spans(codec.width, codec.scale, (0, own.count)))
+        self._owner_spans = list(owned_blocks.code_spans(codec.width, codec.scale, (0, owned_blocks.count)))
         self._sizes = [sum(last - first for first, last in spans) for spans in of_owners]
         self.residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
@@ -97,9 +97,9 @@ class CodedSum:
         del sent, received
         if not self.returns:
             total = self.owned_blocks.clear_tails(self._sum_codes(self.owned_blocks, codes))
-            own, target = self.owned_blocks.matching_views(total, sums, self._sums_slice)
-            if own:
-                torch._foreach_copy_(target, own)
+            source, target = self.owned_blocks.matching_views(total, sums, self._sums_slice)
+            if source:
+                torch._foreach_copy_(target, source)
             return
         sent = read_spans(self._code_of_total(codes), self._owner_spans)
         del codes
@@ -117,8 +117,8 @@ class CodedSum:
         """
         assert self.sum_code is not None
         values = self.blocks.clear_tails(self._sum_codes(self.blocks, [self.sum_code]))
-        own, target = self.blocks.matching_views(values, flat, slice(0, flat.numel()))
-        torch._foreach_copy_(target, own)
+        source, target = self.blocks.matching_views(values, flat, slice(0, flat.numel()))
+        torch._foreach_copy_(target, source)
 
     def add(self, codes: Sequence[Tensor]) -> Tensor:
         """Return the sum of decoded values, fp32 [blocks * BLOCK]. MajorityVote overrides it.
@@ -139,8 +139,8 @@ class CodedSum:
         """Return the values to encode, in the memory of the residual if there is one."""
         residual, everything = self.residual, slice(0, gradients.numel())
         values = torch.zeros(self.blocks.elements, device=gradients.device) if residual is None else residual
-        own, added = self.blocks.matching_views(values, gradients, everything)
-        (torch._foreach_copy_ if residual is None else torch._foreach_add_)(own, added)
+        target, added = self.blocks.matching_views(values, gradients, everything)
+        (torch._foreach_copy_ if residual is None else torch._foreach_add_)(target, added)
         return values
 
     def _code_of_total(self, codes: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class OneBitMomentum(GradientReduction):
     def __init__(self, bucket: Bucket, beta: float, warmup: int) -> None:
         self.bucket, self.beta, self.warmup = bucket, beta, warmup
         self.exact = ExactReduction(bucket)
-        alone = bucket.sharding.group.size == 1
-        self.signs = None if alone else CompressedReduction(bucket, SignCodec(), True, replicate=True)
+        is_only_rank = bucket.sharding.group.size == 1
+        self.signs = None if is_only_rank else CompressedReduction(bucket, SignCodec(), True, replicate=True)
         self.part = torch.zeros(bucket.length, device=bucket.sharding.group.device)
         self._warming_up = True
 

@@ -201,9 +201,9 @@ class _Unpack(torch.autograd.Function):
                 tensors.append(piece.to(spec.dtype, copy=True))
                 continue
             # It has the same memory but is no view for autograd, so that the module may change it in place.
-            own = torch.empty(0, dtype=spec.dtype, device=hidden.device)
+            alias = torch.empty(0, dtype=spec.dtype, device=hidden.device)
             tensors.append(
-                own.set_(piece.untyped_storage(), piece.storage_offset(), piece.size(), piece.stride())
+                alias.set_(piece.untyped_storage(), piece.storage_offset(), piece.size(), piece.stride())
             )
         ctx.mark_non_differentiable(
             *(t for t, spec in zip(tensors, specs, strict=True) if not spec.requires_gradient)

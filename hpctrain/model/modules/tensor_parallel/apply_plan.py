@@ -164,8 +164,8 @@ class ModuleSplit:
         if bias is None:
             return []
         name, partial_axes = self.parameter_name(old, "bias"), self.layer_context.sequence_partial
-        whole = Shard.replicated(name, tuple(bias.shape), partial_axes)
-        return [self.parameter(old, "bias", whole if rows is None else split_shard(name, rows))]
+        unsplit = Shard.replicated(name, tuple(bias.shape), partial_axes)
+        return [self.parameter(old, "bias", unsplit if rows is None else split_shard(name, rows))]
 
     def set_head(self, table: LayerGradientParameter) -> None:
         """Set the output layer whose logits are split, by its table."""

@@ -42,9 +42,9 @@ class ModuleNames:
 
     def matching(self, pattern: str) -> list[str]:
         """Return the first names of all submodules and parameters that match a pattern."""
-        every = {**self.modules, **self.parameters}
+        objects = {**self.modules, **self.parameters}
         return list(
-            dict.fromkeys(self.first[id(each)] for n, each in every.items() if matches_pattern(pattern, n))
+            dict.fromkeys(self.first[id(each)] for n, each in objects.items() if matches_pattern(pattern, n))
         )
 
     def owner(self, name: str) -> str:
@@ -56,7 +56,7 @@ class ModuleNames:
         """Return the message that nothing matches a pattern, with a suggestion."""
         plain = dict.fromkeys(re.sub(r"\d+(?=\.|$)", "*", n) for n in (*self.modules, *self.parameters))
         near = nearest(pattern, [*plain, *self.modules])
-        some = [name for name, each in self.modules.items() if not any(True for _ in each.children())]
-        short = list(dict.fromkeys(re.sub(r"\d+(?=\.|$)", "*", name) for name in some))
+        leaves = [name for name, each in self.modules.items() if not any(True for _ in each.children())]
+        short = list(dict.fromkeys(re.sub(r"\d+(?=\.|$)", "*", name) for name in leaves))
         known = f"did you mean {near}?" if near else f"the module has {', '.join(short[:_MOST_NAMES])}"
         return f"matches no submodule or parameter ({known})"

@@ -141,8 +141,8 @@ def _overlap_problems(names: ModuleNames, plan: SplitPlan) -> Iterator[str]:
     by: dict[int, str] = {}
     for name in (each for each, style in plan.styles.items() if style.covers_parameters):
         part = names.modules.get(name)
-        own = [names.parameters[name]] if part is None else list(part.parameters())
-        for parameter in own:
+        parameters = [names.parameters[name]] if part is None else list(part.parameters())
+        for parameter in parameters:
             other = by.setdefault(id(parameter), name)
             alike = {type(plan.styles[other]), type(plan.styles[name])} == {Vocabulary}
             if other != name and not alike:
@@ -158,14 +158,14 @@ def _tied_problems(names: ModuleNames, plan: SplitPlan) -> Iterator[str]:
         if len(modules) < 2:
             continue
         styles = {each: plan.styles[each] for each in modules if each in plan.styles}
-        every = [each for each in modules if not _wraps_head(names, styles, each, parameter)]
+        candidates = [each for each in modules if not _wraps_head(names, styles, each, parameter)]
         as_vocabulary = {each for each, style in styles.items() if isinstance(style, Vocabulary)}
         is_split = any(style.splits_parameters for style in styles.values())
-        if not is_split or len(as_vocabulary) == len(styles) == len(every):
+        if not is_split or len(as_vocabulary) == len(styles) == len(candidates):
             continue
         tied = " and ".join(name for name, each in names.parameters.items() if id(each) == parameter)
-        others = [each for each in every if each not in as_vocabulary]
-        yield f'{tied} are one parameter: {" and ".join(others)} must have the style "vocabulary", too'
+        missing = [each for each in candidates if each not in as_vocabulary]
+        yield f'{tied} are one parameter: {" and ".join(missing)} must have the style "vocabulary", too'
 
 
 def _wraps_head(names: ModuleNames, styles: Mapping[str, SplitStyle], outer: str, bias: int) -> bool:
