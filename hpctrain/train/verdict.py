@@ -189,7 +189,8 @@ def _records_clause(result: ComparisonResult) -> str:
     """Return a clause that the replays equal the records, or nothing if no step was recorded."""
     runs = (result.one, result.other)
     recorded = any(each.step in run.step_losses for run in runs for each in result.second)
-    return ", and equal to both records" if recorded else ""
+    rounding = " up to rounding" if any(each.largest for each in result.mismatches) else ""
+    return f", and equal to both records{rounding}" if recorded else ""
 
 
 def _tolerance_sentence(rounding: Rounding) -> str:

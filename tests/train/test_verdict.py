@@ -11,7 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.train.common_start import CommonStart
 from hpctrain.train.divergence import ROUNDING_LIMITS, StepComparison
 from hpctrain.train.fingerprints import PHASES
-from hpctrain.train.verdict import ComparisonResult, _hints, phase_table, verdict_of
+from hpctrain.train.verdict import ComparisonResult, RecordMismatch, _hints, phase_table, verdict_of
 from tests.train.planted import Plant, in_moment, in_sum, in_weights, no_reduction, other_kernel, other_token
 from tests.train.test_divergence import BIAS, DATA, UP, steps_of
 
@@ -42,6 +42,22 @@ def test_the_run_and_the_rank_that_are_wrong_are_told(world: World) -> None:
     assert [row.split()[0] for row in table] == ["phase", *PHASES]
     text, _ = said(world, in_sum(UP, rank=1))
     assert "only on rank 1 (rounding: at most 1e-04)." in text
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize(
+    ("largest", "clause"), [(0.0, "both records."), (1e-7, "both records up to rounding.")]
+)
+def test_records_of_another_layout_are_equal_up_to_rounding(
+    world: World, largest: float, clause: str
+) -> None:
+    steps, rounding = steps_of(world, DATA), ROUNDING_LIMITS["fp32"]
+    run: Any = SimpleNamespace(rows={}, step_losses={steps[-1].step: None})
+    mismatch = RecordMismatch(run, None, None, None, largest, ["another layout"], [], 0, None)
+    start, mismatches = CommonStart(0, True, None, None), [mismatch, mismatch]
+    result = ComparisonResult(run, run, start, steps, steps, [], True, None, mismatches, rounding)
+    code, [line] = verdict_of(result)
+    assert code == 0 and line.endswith(f"are equal, bit for bit, and equal to {clause}")
 
 
 @pytest.mark.mpi(max_size=1)
