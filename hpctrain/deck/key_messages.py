@@ -13,11 +13,16 @@ from hpctrain.deck.schema import field_of, fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import either, nearest
 
+MOST_WORDS = 40
+"""Largest number of words that a message lists. Only model.preset allows more."""
+
 
 def expected_value(field: FieldInfo) -> str:
     """Return the values that a key allows in words, such as "a whole number of at least 1"."""
     kind = value_type(field)
     if get_origin(kind) is Literal:
+        if len(get_args(kind)) > MOST_WORDS:
+            return "a preset that `hpctrain deck --reference model` lists"
         return either([toml_value(choice) for choice in get_args(kind)])
     if kind is bool:
         return either(["true", "false", *map(toml_value, _choices(field))])
