@@ -133,7 +133,7 @@ class Tokenizer:
         except FileNotFoundError:
             raise InputOutputError(
                 f"{where}: no such file{'' if path == Path(argument) else f', {path}'}; "
-                "give `bytes`, the path of a tokenizer.json, or a token file"
+                "give `bytes`, a tokenizer.json or the Hugging Face folder that contains it, or a token file"
             ) from None
         except OSError as error:
             raise InputOutputError(f"{where}: cannot be read ({error.strerror})") from None

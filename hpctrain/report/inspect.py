@@ -173,7 +173,9 @@ def _inspect_folder(group: Group, target: Path, options: InspectOptions, show: C
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
     paths = list_checkpoints(folder, group)
     if not paths:
-        raise InputOutputError(f"{folder}: has no checkpoint (files such as step-00000100.h5)")
+        is_model = (folder / "config.json").is_file()
+        hint = "; `hpctrain import` makes a checkpoint of a Hugging Face folder" if is_model else ""
+        raise InputOutputError(f"{folder}: has no checkpoint (files such as step-00000100.h5){hint}")
     best = ""
     with raise_on_all_ranks(group):
         if group.rank == 0:

@@ -171,8 +171,11 @@ def test_a_folder_lists_its_checkpoints(
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    with pytest.raises(InputOutputError, match="has no checkpoint"):
+    with pytest.raises(InputOutputError, match=r"has no checkpoint .*h5\)$"):
         told(group, tmp_path / "run")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(InputOutputError, match=r"has no checkpoint .*; `hpctrain import` makes"):
+        told(group, tmp_path)
     for step in (5, 10, 15):
         write(group, folder / f"step-{step:08d}.h5", step=step)
     newest = folder / "step-00000015.h5"
