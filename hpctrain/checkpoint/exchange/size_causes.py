@@ -95,6 +95,7 @@ def _wrong_keys(
 
     Changes are tried on the first layers, up to the first one with a difference, and then on all layers. If
     no change of one key fits all tensors, the one that fits most of them is combined with further ones.
+    Differences may remain only if the keys have nothing to do with them, and if tensors in the files fit.
     """
     tensors_left = _LARGEST_SEARCH
     dense_layers = _dense_layers(names[1])
@@ -129,6 +130,11 @@ def _wrong_keys(
         key = next(iter(fits))
         config = {**config, key: fits[key]}
         values.pop(key)
+    fitted = differences.keys() - remaining.keys()
+    if remaining and (
+        remaining.items() - differences.items() or not any(differences[each][1] for each in fitted)
+    ):
+        return "", differences
     return " and ".join(wrong_keys), remaining
 
 

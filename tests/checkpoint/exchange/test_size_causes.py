@@ -168,6 +168,27 @@ def test_two_wrong_keys_are_named_together(world: World, tmp_path: Path) -> None
     assert "head_dim is null and 6 by default (10 would fit)" in caught.value.problems[0]
 
 
+def test_a_wrong_key_is_named_beside_a_missing_tensor(world: World, tmp_path: Path) -> None:
+    reference("llama").save_pretrained(tmp_path / "model")
+    tensors = tensors_of(tmp_path / "model")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 40}))
+    with pytest.raises(HpctrainError, match=r"gate_proj.* intermediate_size = 40 \(44 would fit\)"):
+        import_model(world, tmp_path / "model", tmp_path / "model.h5")
+
+
+def test_no_key_is_blamed_for_a_wrong_architecture(world: World, tmp_path: Path) -> None:
+    reference("llama").save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **mixtral}))
+    with pytest.raises(HpctrainError, match=r"gate\.weight: not in these files") as caught:
+        import_model(world, tmp_path / "model", tmp_path / "model.h5")
+    assert ", where" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "change", [lambda each: each.to(torch.int8), torch.flatten, lambda each: each[:-1], lambda each: each.t()]
 )
