@@ -211,6 +211,8 @@ def _open(file: Path) -> Any:
         raise InputOutputError(f"{file}: no such file, though {INDEX} names it") from None
     except (SafetensorError, OSError) as error:
         raise InputOutputError(f"{file}: damaged or truncated safetensors: {error}") from None
+    except RuntimeError as error:  # of torch, for example since the address space is limited
+        raise InputOutputError(f"{file}: cannot be mapped into memory: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,8 @@ def _values(config: Config, architecture: HuggingFaceArchitecture, shape: ModelS
     if len(files.attention_biases) > 1 and not files.has_key_for("attention_bias"):
         values["attention_bias"] = False
     sizes = {name: key for name, (key, _) in files.config_sizes.items()}
-    values |= {key: getattr(shape, name) for name, key in sizes.items() if name != "layers"}
+    others = {"layers", "sequence"} if architecture.rotary else {"layers"}
+    values |= {key: getattr(shape, name) for name, key in sizes.items() if name not in others}
     if (latent := shape.latent) is not None:
         plain = shape.head_size - latent.rotary_size
         values |= {key: getattr(latent, name, plain) for name, (key, _) in files.latent.items()}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.exchange import convert as exchange
-from hpctrain.checkpoint.exchange import source
+from hpctrain.checkpoint.exchange import safetensors_folder, source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.source import read_source_keys, source_shape
@@ -570,6 +570,18 @@ def test_folders_that_are_refused(
     assert caught.value.exit_code == code
     assert any(told in problem for problem in caught.value.problems), caught.value.problems
     assert not (tmp_path / "model.h5").exists()
+
+
+def test_a_file_that_does_not_fit_into_the_address_space_is_an_error(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 54018795200 bytes: Cannot allocate memory (12)")
+
+    folder = saved(reference("llama"), tmp_path / "theirs")
+    monkeypatch.setattr(safetensors_folder, "safe_open", refuse)
+    with pytest.raises(InputOutputError, match=r"model\.safetensors: cannot be mapped into memory: unable"):
+        import_model(world, folder, tmp_path / "model.h5")
 
 
 def test_pickles_are_never_read(world: World, tmp_path: Path) -> None:
