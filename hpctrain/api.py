@@ -198,10 +198,12 @@ def resume(
     path = path_of(target, "target")
 
     def verb(started: World) -> int:
+        from hpctrain.post.policy_trainer import make_trainer
         from hpctrain.train.run import resume as resume_run
 
         defaults: DeckDefaults = {"changes": {} if changes is None else changes}
-        return resume_run(started, path, Overrides.of(_changes(defaults), CodeTrust(everything=trust_code)))
+        overrides = Overrides.of(_changes(defaults), CodeTrust(everything=trust_code))
+        return resume_run(started, path, overrides, trainer_factory=make_trainer)
 
     _within(world, verb)
 

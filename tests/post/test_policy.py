@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import hpctrain
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.policy_trainer import make_trainer
@@ -127,7 +128,7 @@ def test_a_run_that_goes_on_has_the_same_bits(world: World, mpi_tmp_path: Path, 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("adapters", ["", '[model.adapters]\nrank = 2\nalpha = 4\ntargets = ["*"]\n'])
 def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path, adapters: str) -> None:
-    """Of as large a model: a run that goes on is told, and goes on once it has its own again."""
+    """Of as large a model: a run that goes on is told. With its own again, `hpctrain.resume` goes on."""
     write_prompts(world, mpi_tmp_path)
     for name, seed in (("one", 3), ("other", 4)):
         more = f"samples = 4\n{adapters}"
@@ -150,7 +151,7 @@ def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path,
     if world.rank == 0:
         (folder / "reference.h5").write_bytes(own)
     world.everyone.barrier()
-    assert resume(world, first, [], trainer_factory=make_trainer) == 0
+    hpctrain.resume(first, world=world)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
