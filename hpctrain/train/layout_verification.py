@@ -125,65 +125,93 @@ def compare(
     Returns:
         The same list on all ranks, in the order of the computation: parameters, then of each step the loss
         and other metrics, gradients from the last layer to the first and their norm, then parameters and
-        other state at the end; of a module also what its parts give in the first step.
+        other state at the end; of a module also the outputs of its parts in the first step.
     """
     batch = {"global_size": batch_of(deck, mesh)}
     deck = deck.with_keys(batch=batch)
     expected: dict[str, _Computed] = {}
     references: dict[str, str] = {}
     if world.rank == 0:
-        only = world.single_rank_world()
-        plain = on_one_rank(deck if one_rank is None else one_rank.with_keys(batch=batch))
-        whole = tiny_trainer(plain.with_keys(memory={"recompute": "none"}), only, Mesh(only, {}))
-        outputs, own = (
-            _plain_first_step(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
-        )
-        on_one = _compute(whole, longest)
-        for name, each in on_one.items():
-            expected |= outputs if name == "loss" else {}
-            expected[name] = own.get(name, each)
-        references = {
-            name: _describe_reference(expected[name], on_one.get(name)) for name in (*outputs, *own)
-        }
+        reference_deck = on_one_rank(deck if one_rank is None else one_rank.with_keys(batch=batch))
+        expected, references = _compute_on_one_rank(reference_deck, world, longest, mesh.size("data"))
     trainer = tiny_trainer(deck, world, mesh)
     computed = _compute(trainer, longest)
-    described: dict[str, _Description] = world.everyone.broadcast_object(
+    descriptions: dict[str, _Description] = world.everyone.broadcast_object(
         {
             name: _Description.of(each, _scale(name, expected), references.get(name))
             for name, each in expected.items()
         }
     )
-    shapes = {name: each.calls for name, each in described.items()}
+    shapes = {name: each.calls for name, each in descriptions.items()}
     pieces = mesh.size("tensor") if deck.layout.sequence_parallel else 1
-    comparable = _comparable(computed, shapes, world, pieces)
-    nothing = _Computed(torch.empty(0))  # of a tensor that another stage holds
     differences = []
-    for name in comparable:
-        description = described[name]
-        shared = description.share(expected[name].values if world.rank == 0 else None, world)
-        local = computed.get(name, nothing)
-        if local.cut:
-            number = mesh.coordinate("tensor")
-            given = [each.chunk(pieces, 1)[number] for each in _split_calls(shared, shapes[name])]
-            shared = torch.cat([each.reshape(-1) for each in given])
-        elif len(local.calls) > 1:
-            wanted, given = _split_calls(shared, shapes[name]), _split_calls(local.values, local.calls)
-            local = local._replace(
-                values=torch.cat([each.reshape(-1) for each in match_calls(wanted, given)])
-            )
-        if local.shards:
-            shared = shared.view(local.shards[0].shape)
-            spans = local.spans or (slice(None),) * len(local.shards)
-            pieces_of = zip(local.shards, spans, strict=True)
-            shared = torch.cat([shard.take(shared).reshape(-1)[span] for shard, span in pieces_of])
-        elif name not in computed:
-            shared = torch.empty(0)
-        shard = local.shards[0] if local.shards else None
-        compared = ComparedTensor(name, local.values, shared, description.scale, shard, _sums_of(name))
-        difference = difference_of(compared, world, mesh)
+    for name in _comparable(computed, shapes, world, pieces):
+        description, local = descriptions[name], computed.get(name)
+        global_values = description.share(expected[name].values if world.rank == 0 else None, world)
+        piece = mesh.coordinate("tensor") if pieces > 1 else 0
+        values, expected_values = _matching_elements(local, global_values, shapes[name], piece, pieces)
+        shard = local.shards[0] if local is not None and local.shards else None
+        tensor = ComparedTensor(name, values, expected_values, description.scale, shard, _sums_of(name))
+        difference = difference_of(tensor, world, mesh)
         differences.append(replace(difference, reference=description.reference or difference.reference))
     trainer.engine.close()
     return differences
+
+
+def _compute_on_one_rank(
+    deck: Deck, world: World, longest: int, data_ranks: int
+) -> tuple[dict[str, _Computed], dict[str, str]]:
+    """Compute on this rank alone what `compare` expects.
+
+    A user's module is expected to compute what its own code in plain PyTorch does.
+
+    Returns:
+        The expected values by name, and descriptions of the references that are not the one-rank run.
+    """
+    alone = world.single_rank_world()
+    trainer = tiny_trainer(deck.with_keys(memory={"recompute": "none"}), alone, Mesh(alone, {}))
+    outputs: dict[str, _Computed] = {}
+    plain: dict[str, _Computed] = {}
+    if deck.model.module is not None:
+        outputs, plain = _plain_first_step(trainer, data_ranks)
+    computed = _compute(trainer, longest)
+    expected: dict[str, _Computed] = {}
+    for name, each in computed.items():
+        expected |= outputs if name == "loss" else {}
+        expected[name] = plain.get(name, each)
+    references = {
+        name: _describe_reference(expected[name], computed.get(name)) for name in (*outputs, *plain)
+    }
+    return expected, references
+
+
+def _matching_elements(
+    local: _Computed | None, expected: Tensor, calls: Sequence[torch.Size], piece: int, pieces: int
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's elements of a tensor, and the same elements of its expected global values.
+
+    Args:
+        local: What this rank has computed; None if another stage holds the tensor.
+        expected: Expected global values.
+        calls: Expected shapes in each call of a module.
+        piece: Number of this rank's piece of the sequence.
+        pieces: Number of pieces of the sequence.
+    """
+    if local is None:
+        return torch.empty(0), torch.empty(0)
+    values = local.values
+    if local.cut:
+        expected_pieces = [each.chunk(pieces, 1)[piece] for each in _split_calls(expected, calls)]
+        expected = torch.cat([each.reshape(-1) for each in expected_pieces])
+    elif len(local.calls) > 1:
+        matched = match_calls(_split_calls(expected, calls), _split_calls(values, local.calls))
+        values = torch.cat([each.reshape(-1) for each in matched])
+    if local.shards:
+        expected = expected.view(local.shards[0].shape)
+        spans = local.spans or (slice(None),) * len(local.shards)
+        shards = zip(local.shards, spans, strict=True)
+        expected = torch.cat([shard.take(expected).reshape(-1)[span] for shard, span in shards])
+    return values, expected
 
 
 def compare_scaled_down(
