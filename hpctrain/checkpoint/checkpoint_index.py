@@ -31,7 +31,9 @@ STATE, DECK, CHECKSUMS = "/state", "/deck", "/checksums"
 AUXILIARY_MODELS = "companions"
 """Key of the state whose keys are the prefixes of auxiliary models, such as "critic"."""
 DTYPE = "dtype"
-NAMED = {np.dtype(stored): kind for kind, stored in STORED_AS.items() if kind not in ("bfloat16", "bool")}
+DTYPE_NAMES = {
+    np.dtype(stored): kind for kind, stored in STORED_AS.items() if kind not in ("bfloat16", "bool")
+}
 """dtypes of tensors by types of datasets, if the latter determine them. Others have the attribute DTYPE."""
 
 _TEXT_LIMIT = 64 << 20
@@ -195,7 +197,7 @@ def _datasets(file: CheckedFile) -> dict[str, StoredTensor]:
 
 def _kind(file: CheckedFile, dataset: LocalDataset) -> str:
     """Return the dtype of a dataset, from its attribute if the type of the dataset does not determine it."""
-    kind = file.text(DTYPE, dataset) if file.has_attribute(DTYPE, dataset) else NAMED.get(dataset.dtype)
+    kind = file.text(DTYPE, dataset) if file.has_attribute(DTYPE, dataset) else DTYPE_NAMES.get(dataset.dtype)
     if kind is None or STORED_AS.get(kind) != dataset.dtype:
         raise ValueError(f"{dataset.name} has type {dataset.dtype}, but is marked as {kind}")
     return kind

@@ -27,8 +27,8 @@ from hpctrain.checkpoint.checkpoint_index import (
     CHECKSUMS,
     DECK,
     DTYPE,
+    DTYPE_NAMES,
     FORMAT,
-    NAMED,
     STATE,
     VERSION,
     StoredTensor,
@@ -142,7 +142,7 @@ def _create_datasets(temporary: Path, tensors: Tensors, texts: Mapping[str, str]
         for name, (kind, shape) in tensors.items():
             dtype = np.dtype(STORED_AS[kind])
             dataset = _allocate(file, name, dtype, shape)
-            if NAMED.get(dtype) != kind:
+            if DTYPE_NAMES.get(dtype) != kind:
                 _add_attribute(dataset, DTYPE.encode(), np.array(kind.encode()))
             offset = dataset.get_offset() if prod(shape) else 0
             datasets[name] = StoredTensor(name, kind, shape, int(offset), first_piece)

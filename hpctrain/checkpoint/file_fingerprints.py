@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import torch
 
 from hpctrain.checkpoint.agree import raise_on_all_ranks, reduce_integers
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.tensor_source import open_tensors
+from hpctrain.checkpoint.tensor_source import open_tensors, typed_values
 from hpctrain.comm.group import Group
 from hpctrain.fault_checks.fingerprint import SUMS, Fingerprint
 
@@ -17,9 +15,7 @@ _PIECE = 1 << 16
 """Number of elements that are read at a time."""
 
 
-def file_fingerprints(
-    structure: CheckpointIndex, group: Group, left: Collection[str] = ()
-) -> dict[str, Fingerprint]:
+def file_fingerprints(structure: CheckpointIndex, group: Group) -> dict[str, Fingerprint]:
     """Return the fingerprints of the datasets of a checkpoint by name, the same on all ranks. Collective.
 
     Checksums are not compared.
@@ -27,12 +23,11 @@ def file_fingerprints(
     Args:
         structure: Index of the checkpoint.
         group: Ranks that share the work.
-        left: Beginnings of the names of datasets that are left out.
 
     Raises:
         InputOutputError: The file cannot be read. All ranks raise it.
     """
-    names = [name for name in structure.datasets if not name.startswith(tuple(left))]
+    names = list(structure.datasets)
     pieces = [
         (index, first)
         for index, name in enumerate(names)
@@ -45,9 +40,9 @@ def file_fingerprints(
             stored = structure.datasets[names[index]]
             count = min(_PIECE, stored.elements - first)
             words = file.read_elements(stored, first, count, buffer)
-            signed = torch.from_numpy(words.view(f"i{words.itemsize}"))
-            values = signed.view(torch.uint8 if stored.kind == "bool" else getattr(torch, stored.kind))
-            own[names[index]].add(values, np.arange(first, first + count, dtype=np.uint64))
+            own[names[index]].add(
+                typed_values(words, stored.kind), np.arange(first, first + count, dtype=np.uint64)
+            )
     bits = reduce_integers(group, np.array([each.bits for each in own.values()], np.uint64)).view(np.uint64)
     rows = [[*each.sketch, each.broken, each.elements] for each in own.values()]
     sums = group.all_reduce(torch.tensor(rows, dtype=torch.float64).reshape(-1, SUMS + 2)).numpy()

@@ -148,17 +148,20 @@ def _surplus(
         tuple(f"/{before}{kind}/" for kind in kinds for before in ("", "replicas."))
         for kinds in (_COMPLETE_KINDS, left)
     )
+    unread, may_be_left, is_read = range(3)
     flags = [
-        2 if name in read else int(name.startswith(of_left) or not name.startswith(complete))
+        is_read
+        if name in read
+        else (may_be_left if name.startswith(of_left) or not name.startswith(complete) else unread)
         for name in names
     ]
     flags_of_all = reduce_integers(group, np.array(flags, np.int64), "max")
     folder_of = {name: (name.split("/")[1], structure.auxiliary_model(name)) for name in names}
-    folders = {folder_of[name] for name, flag in zip(names, flags_of_all, strict=True) if flag == 2}
+    folders = {folder_of[name] for name, flag in zip(names, flags_of_all, strict=True) if flag == is_read}
     return [
         f"{structure.path}: {name}: in this checkpoint, but not in this model"
         for name, flag in zip(names, flags_of_all, strict=True)
-        if not flag and folder_of[name] in folders
+        if flag == unread and folder_of[name] in folders
     ]
 
 

@@ -122,10 +122,9 @@ class Provenance:
         self._earlier: list[HistorySegment] = []
         self._losses: deque[RecordedLoss] = deque(maxlen=LOSSES)
 
-    def of(self, ranks: int, layout: Layout) -> Provenance:
-        """Set the ranks and layout of the run if other ranks write its checkpoints, and return the object."""
+    def set_layout(self, ranks: int, layout: Layout) -> None:
+        """Replace the ranks and the layout of the run."""
         self._here = replace(self._here, ranks=ranks, layout=layout)
-        return self
 
     def continue_from(self, state: Mapping[str, Any], source: str) -> None:
         """Continue the history of a checkpoint's state.

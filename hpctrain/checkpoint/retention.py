@@ -15,13 +15,13 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 
 
-def list_checkpoints(folder: str | Path, group: Group, present: bool = False) -> list[Path]:
+def list_checkpoints(folder: str | Path, group: Group, current: bool = False) -> list[Path]:
     """Return the checkpoints of a folder as rank 0 finds them, newest first. Collective.
 
     Args:
         folder: The folder.
         group: The ranks.
-        present: True to leave out abandoned checkpoints, as `current_checkpoints` does.
+        current: True to leave out abandoned checkpoints, as `current_checkpoints` does.
 
     Raises:
         InputOutputError: The folder cannot be read.
@@ -29,11 +29,11 @@ def list_checkpoints(folder: str | Path, group: Group, present: bool = False) ->
     names: list[str] = []
     with raise_on_all_ranks(group):
         if group.rank == 0:
-            names = [path.name for path in (current_checkpoints if present else checkpoints)(folder)]
+            names = [path.name for path in (current_checkpoints if current else checkpoints)(folder)]
     return [Path(folder) / name for name in group.broadcast_object(names)]
 
 
-def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple[Path | None, list[str]]:
+def newest_valid(folder: str | Path, group: Group, strict: bool = False) -> tuple[Path | None, list[str]]:
     """Return the newest valid checkpoint, and a warning for each newer one that is not valid. Collective.
 
     The ranks read each candidate completely and compare its checksums. All ranks return the same.

@@ -16,13 +16,13 @@ from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 
-FOLLOWING = "deck_defaults_follow"
+DEFAULTS_FOLLOW = "deck_defaults_follow"
 """Key of the state that is true if the deck leaves out keys whose defaults follow from other keys."""
 
 
 def deck_state(deck: Deck) -> dict[str, Any]:
     """Return the keys of a checkpoint's state that store a deck."""
-    return {"deck": deck_text(deck), FOLLOWING: True}
+    return {"deck": deck_text(deck), DEFAULTS_FOLLOW: True}
 
 
 def stored_deck_text(state: Mapping[str, Any], path: Path) -> str:
@@ -64,7 +64,7 @@ def stored_deck(
         name=f"{path.name}, its deck",
         read_source=EpochReader(),
         completed=(int(state.get("step", 0)), int(state.get("samples", 0))),
-        defaults_written=not state.get(FOLLOWING),
+        defaults_written=not state.get(DEFAULTS_FOLLOW),
     )
 
 

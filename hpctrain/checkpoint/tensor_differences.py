@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.checksum import Words
-from hpctrain.checkpoint.tensor_source import open_tensors
+from hpctrain.checkpoint.tensor_source import open_tensors, typed_values
 from hpctrain.comm.group import Group
 
 _PIECE = 1 << 16
@@ -92,7 +92,7 @@ def compare(one: CheckpointIndex, other: CheckpointIndex, group: Group) -> list[
 def _differ(words: Sequence[Words], kind: str) -> tuple[int, float, float]:
     """Return the number of differing elements, their largest difference, and the largest finite value."""
     one, other = words
-    values = [_values(each, kind) for each in words]
+    values = [typed_values(each, kind) for each in words]
     changed = one != other
     count = int(np.count_nonzero(changed))
     if not count:
@@ -103,12 +103,6 @@ def _differ(words: Sequence[Words], kind: str) -> tuple[int, float, float]:
     gap[left == right] = 0.0  # zeros of different signs
     largest = float(gap.max())
     return count, largest if isfinite(largest) else inf, max(map(_peak, values))
-
-
-def _values(words: Words, kind: str) -> Tensor:
-    """Return elements as a view of their bits; values of bool as uint8."""
-    signed = torch.from_numpy(words.view(f"i{words.itemsize}"))
-    return signed.view(torch.uint8 if kind == "bool" else getattr(torch, kind))
 
 
 def _peak(values: Tensor) -> float:

@@ -200,6 +200,12 @@ class TensorSource:
                 )
 
 
+def typed_values(words: Words, kind: str) -> Tensor:
+    """Return elements of a dataset as a view of their bits with its dtype; values of bool as uint8."""
+    signed = torch.from_numpy(words.view(f"i{words.itemsize}"))
+    return signed.view(torch.uint8 if kind == "bool" else getattr(torch, kind))
+
+
 @contextmanager
 def open_tensors(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSource]:
     """Open a checkpoint file for reading without HDF5, and close it after the block."""

@@ -9,7 +9,7 @@ from textwrap import shorten
 from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.stored_deck import FOLLOWING, stored_deck
+from hpctrain.checkpoint.stored_deck import DEFAULTS_FOLLOW, stored_deck
 from hpctrain.checkpoint.tensor_differences import comparable, compare
 from hpctrain.comm.group import Group
 from hpctrain.deck.sources import toml_value
@@ -23,7 +23,7 @@ TENSORS_SHOWN = 10
 _TEXT = 32
 _BEFORE = 8
 """Characters of two long values that are shown before their first difference."""
-_IGNORED_STATE = ("deck", FOLLOWING, "tokenizer", "history", "losses", "versions")
+_IGNORED_STATE = ("deck", DEFAULTS_FOLLOW, "tokenizer", "history", "losses", "versions")
 """Keys of a state that are shown in another form or differ in any two runs."""
 
 Differences = dict[str, Any]

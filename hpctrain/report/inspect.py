@@ -13,7 +13,7 @@ from hpctrain.checkpoint.agree import raise_on_all_ranks
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.names import BEST, checkpoint_step
 from hpctrain.checkpoint.provenance import losses
-from hpctrain.checkpoint.retention import link_target, list_checkpoints, newest_good
+from hpctrain.checkpoint.retention import link_target, list_checkpoints, newest_valid
 from hpctrain.checkpoint.stored_deck import stored_deck_text
 from hpctrain.checkpoint.verify_checksums import verify
 from hpctrain.comm.group import Group
@@ -147,7 +147,7 @@ def _inspect_samples(group: Group, target: Path, options: InspectOptions, show: 
     path: Path | None = target
     if target.is_dir():
         folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
-        path, _ = newest_good(folder, group)
+        path, _ = newest_valid(folder, group)
         if path is None:
             raise InputOutputError(f"{folder}: has no valid checkpoint")
     assert path is not None

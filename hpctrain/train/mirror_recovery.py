@@ -8,7 +8,7 @@ from pathlib import Path
 from hpctrain.checkpoint.mirror_folder import read_token, remove_mirrors, write_token
 from hpctrain.checkpoint.mirror_search import find_mirror, write_mirror
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step
-from hpctrain.checkpoint.retention import newest_good, try_point_to
+from hpctrain.checkpoint.retention import newest_valid, try_point_to
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.metric_rows import METRICS_FILE, scan_metrics
@@ -41,10 +41,10 @@ def recover_mirror(world: World, folder: Path) -> MirrorRecovery:
         lock = lock_run_folder(folder) if world.rank == 0 else None
     try:
         mirror, sentences = find_mirror(world, token)
-        newest_valid, _ = newest_good(folder / "checkpoints", world.everyone)
-        on_disk = 0 if newest_valid is None else checkpoint_step(newest_valid) or 0
+        valid_path, _ = newest_valid(folder / "checkpoints", world.everyone)
+        on_disk = 0 if valid_path is None else checkpoint_step(valid_path) or 0
         last_step = world.everyone.broadcast_object(_last_step(folder) if world.rank == 0 else 0)
-        disk = f"newest on disk: step {on_disk}" if newest_valid is not None else "no checkpoint on disk"
+        disk = f"newest on disk: step {on_disk}" if valid_path is not None else "no checkpoint on disk"
         if mirror is not None and mirror.step > on_disk:
             path = checkpoint_path(folder / "checkpoints", mirror.step)
             write_mirror(mirror, path, world)
@@ -56,7 +56,7 @@ def recover_mirror(world: World, folder: Path) -> MirrorRecovery:
             why = "nothing newer in the memory of the remaining nodes"
             if mirror is not None:
                 why = f"newest mirror: step {mirror.step}"
-            continuation = f"resumes from step {on_disk}" if newest_valid is not None else "starts again"
+            continuation = f"resumes from step {on_disk}" if valid_path is not None else "starts again"
             sentences.append(f"{disk}, {why}; {continuation}, {_lost_steps(last_step - on_disk)}")
         forget_mirrors(world, folder)
     finally:

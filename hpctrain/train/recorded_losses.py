@@ -78,7 +78,7 @@ def newest_checkpoint_with_losses(
     within = folder / "checkpoints"
     if world.everyone.broadcast_object(within.is_dir()):
         folder = within
-    paths = list_checkpoints(folder, world.everyone, present=True)
+    paths = list_checkpoints(folder, world.everyone, current=True)
     if not paths:
         raise InputOutputError(f"{folder}: has no checkpoint (files such as step-00000100.h5)")
     reason = ""

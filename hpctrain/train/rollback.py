@@ -60,7 +60,7 @@ class Rollback:
 
     def _valid_states(self, latest: int, oldest_first: bool) -> Iterator[Source]:
         self.checkpoints.finish()
-        paths = list_checkpoints(self.checkpoints.folder, self.trainer.world.everyone, present=True)
+        paths = list_checkpoints(self.checkpoints.folder, self.trainer.world.everyone, current=True)
         sources: list[tuple[int, Source]] = [(checkpoint_step(path) or 0, path) for path in paths]
         sources += [(snapshot.step, snapshot) for snapshot in self.checkpoints.snapshots.all]
         # Copies in memory come last, so that they are preferred to checkpoints of the same step.

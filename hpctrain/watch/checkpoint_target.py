@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from hpctrain.checkpoint.retention import newest_good
+from hpctrain.checkpoint.retention import newest_valid
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError, require_exists
 from hpctrain.watch.folder import explain_no_checkpoint
@@ -32,7 +32,7 @@ def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
             )
     if not target.is_dir():
         return target
-    path, warnings = newest_good(target / "checkpoints", world.everyone, strict=strict)
+    path, warnings = newest_valid(target / "checkpoints", world.everyone, strict=strict)
     for warning in warnings if world.rank == 0 else ():
         logging.getLogger("hpctrain").warning("%s", warning)
     with world.agreement():

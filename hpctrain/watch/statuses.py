@@ -134,10 +134,10 @@ def read_status(folder: Path, finds_checkpoint: bool = True) -> dict[str, Any]:
     try:
         status: dict[str, Any] = parse_json(read_text(path, STATUS_BYTES))
         status |= {"folder": str(folder), **_observed_state(status, folder)}
-        newest = _newest_good(folder, status.get("checkpoint")) if finds_checkpoint else None
+        newest = _newest_valid(folder, status.get("checkpoint")) if finds_checkpoint else None
         last_update = _last_update(status)
         if finds_checkpoint and last_update is not None:
-            before = _newest_good(folder, None, last_update)
+            before = _newest_valid(folder, None, last_update)
             status["go_on"] = resume_command(folder, before, by_name=True)
     except OSError as error:
         below = f"; {command('status')} expects run folders, such as {folder}/*" if _has_runs(folder) else ""
@@ -188,7 +188,7 @@ def _observed_state(status: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"state": state, "seconds_since_step": since}
 
 
-def _newest_good(folder: Path, known: str | None, last_step: int | None = None) -> Path | None:
+def _newest_valid(folder: Path, known: str | None, last_step: int | None = None) -> Path | None:
     """Return the newest complete checkpoint of a run, of at most this step if one is given; None without any.
 
     `known` is one that the run knew, which was verified when written.

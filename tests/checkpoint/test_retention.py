@@ -19,7 +19,7 @@ from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, checkpoi
 from hpctrain.checkpoint.retention import (
     delete_old_checkpoints,
     log_io_errors,
-    newest_good,
+    newest_valid,
     point_to,
     try_point_to,
 )
@@ -92,14 +92,14 @@ def test_damaged_ones_are_passed_over(
 ) -> None:
     group = world.everyone
     held = [entry("a", torch.arange(5000.0), copy=group.rank, copies=group.size)]
-    assert newest_good(mpi_tmp_path / "none", group) == (None, [])
+    assert newest_valid(mpi_tmp_path / "none", group) == (None, [])
     for step in (1, 2, 3, 4):
         save(checkpoint_path(mpi_tmp_path, step), group, held, {"step": step})
     if group.rank == 0:
         flip(checkpoint_path(mpi_tmp_path, 3), checkpoint_path(mpi_tmp_path, 3).stat().st_size - 9000)
         checkpoint_path(mpi_tmp_path, 4).write_bytes(b"")
     group.barrier()
-    found, warnings = newest_good(mpi_tmp_path, group)
+    found, warnings = newest_valid(mpi_tmp_path, group)
     assert found == checkpoint_path(mpi_tmp_path, 2)
     assert len(warnings) == 2
     assert "step-00000004.h5: truncated" in warnings[0]
@@ -118,11 +118,11 @@ def test_unreadable_ones_are_passed_over(
         save(checkpoint_path(mpi_tmp_path, step), group, held, {"step": step})
     newest = checkpoint_path(mpi_tmp_path, 3)
     told = break_file(newest, problem, monkeypatch, world)
-    found, warnings = newest_good(mpi_tmp_path, group)
+    found, warnings = newest_valid(mpi_tmp_path, group)
     assert found == checkpoint_path(mpi_tmp_path, 2)
     assert warnings == [f"{newest}: {told}; skipped"]
     with pytest.raises(HpctrainError, match=rf"^{newest}: {told}$"):
-        newest_good(mpi_tmp_path, group, strict=True)
+        newest_valid(mpi_tmp_path, group, strict=True)
     if problem == "EIO later":  # its structure is good
         return
     delete_old_checkpoints(mpi_tmp_path, 1, group)
@@ -212,7 +212,7 @@ def test_a_run_that_went_back_gives_up_what_lies_beyond(world: World, tmp_path: 
     for step in (4, 8, 12, 6):
         save_step(step)
     assert steps() == [6, 4, 12, 8]
-    assert newest_good(tmp_path, group)[0] == checkpoint_path(tmp_path, 6)
+    assert newest_valid(tmp_path, group)[0] == checkpoint_path(tmp_path, 6)
     delete_old_checkpoints(tmp_path, 3, group)
     assert steps() == [6, 4, 12]
     delete_old_checkpoints(tmp_path, 1, group)
@@ -277,7 +277,7 @@ def test_killed_while_writing(
     good = [checkpoint_path(folder, step) for step in range(1, newest + 1)]
     left = [] if newest == 2 else [temporary_name(checkpoint_path(folder, 2))]
     assert sorted(folder.iterdir()) == left + good
-    found, warnings = newest_good(folder, group)
+    found, warnings = newest_valid(folder, group)
     assert found == good[-1]
     assert not warnings
     assert read_state(found)["step"] == newest

@@ -31,6 +31,7 @@ from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     counterparts,
 )
 from hpctrain.checkpoint.exchange.merge import AdapterMerge
+from hpctrain.checkpoint.exchange.model_deck import model_only_deck
 from hpctrain.checkpoint.exchange.model_files import model_files
 from hpctrain.checkpoint.exchange.module_exchange import (
     ModuleSource,
@@ -78,9 +79,7 @@ from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import TOKENIZER_FILE
 from hpctrain.data.tokenizer_settings import MODEL_CONFIG
-from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.files import check_output, delete_folder, files_named, flush_to_disk
 from hpctrain.memory.scratch import Flat, ScratchSlice
@@ -244,16 +243,16 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         model = open_module_source(folder, keys, group.rank, group.size) if keys else open_model(folder)
         if isinstance(model, ModuleSource):
             deck, description = module_deck(keys, out, folder), model.description
+            note = f"{folder}: {model.note}" if model.note else ""
         else:
             model.require_equal_copies(group.rank, group.size)
-            deck, description = _model_deck(model.shape, out, folder), _describe(model.shape)
+            deck, description = _native_deck(model.shape, out, folder), _describe(model.shape)
+            note = training_note(folder)
         text, settings, missing = tokenizer_of_folder(folder, deck.model.vocabulary)
         if text is None:
             refuse_damaged_tokenizer(folder)
         warnings = [] if text is None else import_warnings(text, settings, folder)
-        note = f"{folder}: {model.note}" if isinstance(model, ModuleSource) and model.note else ""
-        if note := note if keys else training_note(folder):
-            warnings.append(note)
+        warnings += [note] if note else []
         state = {
             MODEL_ONLY: True,
             "imported_from": str(folder),
@@ -416,12 +415,7 @@ def _compare(structure: CheckpointIndex, datasets: Iterable[StoredTensor], total
         require_checksums(structure.path, stored, sums, structure.sums[stored.pieces])
 
 
-def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
-    """Return a deck of a model alone, with placeholders for other required keys."""
-    lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
-    lines += [f"{name} = {toml_value(value)}" for name, value in model_keys(shape).items()]
-    lines += [f"mtp_layers = {shape.mtp_layers}"] if shape.mtp_layers else []
-    lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", f"sequence = {shape.sequence}"]
-    pairs = ["global_size = 2", "micro_size = 2", "[objective]", 'kind = "reward"']
-    lines += pairs if shape.head == "scalar" else ["global_size = 1"]
-    return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)
+def _native_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
+    """Return the deck for the checkpoint `out` of a model that hpctrain implements itself."""
+    keys = model_keys(shape) | ({"mtp_layers": shape.mtp_layers} if shape.mtp_layers else {})
+    return model_only_deck(keys, shape.sequence, out, folder, rewards=shape.head == "scalar")

@@ -17,6 +17,7 @@ from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.assembled_tensor import SourceBox
 from hpctrain.checkpoint.exchange.by_name import find_name, ignored_note, mismatch, require_equal_copies
+from hpctrain.checkpoint.exchange.model_deck import model_only_deck
 from hpctrain.checkpoint.exchange.model_files import module_files
 from hpctrain.checkpoint.exchange.module_tensors import (
     ModuleFolder,
@@ -41,9 +42,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
 from hpctrain.checkpoint.tensor_ranges import Index, TensorRange
 from hpctrain.checkpoint.tensor_source import ReadRequest, TensorSource
-from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sources import toml_key, toml_value
 from hpctrain.model.modules.causal_model import build_causal_model, model_title, stored_config
 from hpctrain.model.modules.forward_check import require_forward
 from hpctrain.parallel.shards import Shard
@@ -154,13 +153,9 @@ def _sequence_note(keys: Mapping[str, Any]) -> str:
 
 
 def module_deck(keys: Mapping[str, Any], out: Path, folder: Path) -> Deck:
-    """Return a deck of a model alone, with placeholders for other required keys."""
-    lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
+    """Return the deck for the checkpoint `out` of a model in a folder, whose keys are given by full name."""
     model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
-    lines += [f"{toml_key(name)} = {toml_value(value)}" for name, value in model.items()]
-    sequence = keys.get("batch.sequence", UNLIMITED_SEQUENCE)
-    lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", "global_size = 1", f"sequence = {sequence}"]
-    return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)
+    return model_only_deck(model, keys.get("batch.sequence", UNLIMITED_SEQUENCE), out, folder)
 
 
 def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | None) -> PreparedExport:

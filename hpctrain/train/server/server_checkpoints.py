@@ -32,7 +32,7 @@ class ServedCheckpoints(Checkpoints):
         super().__init__(deck, engine, known)
         self.run_world, self.serves = world, roles.serves(world.rank)
         self.layout |= {"data": roles.workers, "zero": 0, "servers": roles.servers}
-        self.provenance = self.provenance.of(world.size, self.layout)
+        self.provenance.set_layout(world.size, self.layout)
 
     @override
     def expected_bytes(self) -> float:

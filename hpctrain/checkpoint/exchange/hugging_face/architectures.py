@@ -272,13 +272,13 @@ LANGUAGE_MODELS: Sequence[HuggingFaceArchitecture] = tuple(
 )
 """Architectures of language models, in the order of the table of families."""
 
-SCORED: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
+REWARD_ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {each.name: replace(each, head="scalar") for each in LANGUAGE_MODELS if each.files.reward_architecture}
 )
 """Reward-model variant of each architecture that has one, by the name of the language model."""
 
 ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
-    {each.name: each for each in (*LANGUAGE_MODELS, *SCORED.values())}
+    {each.name: each for each in (*LANGUAGE_MODELS, *REWARD_ARCHITECTURES.values())}
 )
 """Language models and reward models by their names."""
 
@@ -340,5 +340,5 @@ def native_architecture(config: Mapping[str, Any], where: str) -> HuggingFaceArc
         raise HpctrainError(f"{where}: {value}: contradicts architectures = {names!r}")
     layered = known.files.layered_architecture
     if "layer_types" in config and layered:
-        return ARCHITECTURES[layered] if known.head == "vocabulary" else SCORED[layered]
+        return ARCHITECTURES[layered] if known.head == "vocabulary" else REWARD_ARCHITECTURES[layered]
     return known

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import (
     LANGUAGE_MODELS,
-    SCORED,
+    REWARD_ARCHITECTURES,
     HuggingFaceArchitecture,
 )
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import NO_CONFIG, Config, integer_inverse_square
@@ -44,10 +44,10 @@ def architecture_for_export(shape: ModelShape, imported: Config = NO_CONFIG) -> 
     architecture = (same or possible)[0]
     if shape.head == "vocabulary":
         return architecture
-    if architecture.name not in SCORED:
+    if architecture.name not in REWARD_ARCHITECTURES:
         message = f"transformers has no {_display_name(architecture)} with a scalar head"
         raise HpctrainError(f'objective.kind = "reward": {message}, so this model cannot be exported')
-    return SCORED[architecture.name]
+    return REWARD_ARCHITECTURES[architecture.name]
 
 
 def _display_name(architecture: HuggingFaceArchitecture) -> str:

@@ -101,13 +101,13 @@ class LayerOrders(Protocol):
     def head_size(self) -> int:
         """Number of features of a head of queries and keys."""
 
-    def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:
+    def order(self, layer: str, layers: int, number: int) -> RowOrder | None:
         """Return the order of the rows of a native layer in the file; None if it is the same.
 
         Args:
             layer: Name of the native layer.
-            tensors: Number of native layers that are interleaved per head in the Hugging Face layer.
-            place: Number of the native layer among these.
+            layers: Number of native layers that are interleaved per head in the Hugging Face layer.
+            number: Number of the native layer among these.
         """
 
 
@@ -144,14 +144,14 @@ class HeadOrder:
         rest = half - pairs + self.rotated
         return (*first, *range(self.rotated, rest), *second, *range(rest, self.head_size))
 
-    def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:
+    def order(self, layer: str, layers: int, number: int) -> RowOrder | None:
         """Return the order of the rows of a native layer, as `LayerOrders` describes."""
         rotated = layer.rpartition(".")[2] in _ROTATED
-        if tensors == 1 and not (rotated and self.changes):
+        if layers == 1 and not (rotated and self.changes):
             return None
         features = self.features if rotated else tuple(range(self.head_size))
-        start = place * self.head_size if tensors > 1 else 0
-        return RowOrder(tuple(start + each for each in features), tensors * self.head_size)
+        start = number * self.head_size if layers > 1 else 0
+        return RowOrder(tuple(start + each for each in features), layers * self.head_size)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class LatentOrder:
     rotated: int
     value_size: int
 
-    def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:  # noqa: ARG002
+    def order(self, layer: str, layers: int, number: int) -> RowOrder | None:  # noqa: ARG002
         """Return the order of the rows of a native layer, as `LayerOrders` describes."""
         unrotated = self.head_size - self.rotated
         first, second = range(0, self.rotated, 2), range(1, self.rotated, 2)
@@ -273,39 +273,40 @@ def counterparts(
     by_layer = {layer: rule for rule in rules for layer in _layers(rule)}
     tensors: dict[str, Counterpart] = {}
     for dataset, shape in shapes.items():
-        layer, number, kind = _place(dataset)
+        layer, block, kind = _split_name(dataset)
         new: Iterable[Counterpart]
         match by_layer[layer]:
             case PackedRule() as rule:
-                new = [_packed(rule, number, kind, dataset, shape)]
+                new = [_packed(rule, block, kind, dataset, shape)]
             case StackRule() as rule:
-                new = _stacked(rule, number, kind, dataset, shape)
+                new = _stacked(rule, block, kind, dataset, shape)
             case HeadRule() as rule:
                 assert heads is not None, rule
-                new = _of_heads(rule, number, kind, TensorPart(dataset, shape), heads)
+                new = _of_heads(rule, block, kind, TensorPart(dataset, shape), heads)
             case NameRule() as rule:
-                new = [_concatenated(rule, number, kind, dataset, shapes, heads)]
+                new = [_concatenated(rule, block, kind, dataset, shapes, heads)]
         for each in new:
             tensors.setdefault(each.name, each)
     return list(tensors.values())
 
 
-def _place(dataset: str) -> tuple[str, str, str]:
-    """Return where a native tensor is: layer as rules name it, number of its block, and "weight" or "bias".
+def _split_name(dataset: str) -> tuple[str, str, str]:
+    """Split the name of a native tensor: layer as rules name it, number of its block, and "weight" or "bias".
 
-    The last one is "" for the bias of a router's choice, which is a layer of its own.
+    The number is "" outside blocks. The last one is "" for a bias for choosing experts, which is a layer of
+    its own.
     """
     if dataset.startswith(f"/{ROUTER_BIAS}/"):
         layer, kind = dataset.removeprefix("/").removesuffix(".weight"), ""
     else:
         layer, _, kind = dataset.removeprefix("/model/").rpartition(".")
-    block = re.fullmatch(r"(.*)\bblocks\.(\d+)\.(.*)", layer)
-    return (f"{block[1]}blocks.{{}}.{block[3]}", block[2], kind) if block else (layer, "", kind)
+    match = re.fullmatch(r"(.*)\bblocks\.(\d+)\.(.*)", layer)
+    return (f"{match[1]}blocks.{{}}.{match[3]}", match[2], kind) if match else (layer, "", kind)
 
 
 def _concatenated(
     rule: NameRule,
-    number: str,
+    block: str,
     kind: str,
     dataset: str,
     shapes: Mapping[str, Index],
@@ -313,23 +314,23 @@ def _concatenated(
 ) -> Counterpart:
     """Return the Hugging Face tensor that holds a native tensor and those that are concatenated with it."""
     parts, rows = [], 0
-    for place, native_name in enumerate(rule.native_names):
-        name = f"/model/{native_name.format(number)}.{kind}" if kind else dataset
+    for number, native_name in enumerate(rule.native_names):
+        name = f"/model/{native_name.format(block)}.{kind}" if kind else dataset
         layers = len(rule.native_names) if rule.interleaved else 1
-        order = None if heads is None else heads.order(native_name, layers, place)
+        order = None if heads is None else heads.order(native_name, layers, number)
         parts.append(TensorPart(name, shapes[name], 0 if rule.interleaved else rows, order=order))
         rows += shapes[name][0]
     shape = (rows, *parts[0].shape[1:])
     transposed = rule.transposed and len(shape) == 2
-    hf_name = rule.hf_name.format(number) + (f".{kind}" if kind else "")
+    hf_name = rule.hf_name.format(block) + (f".{kind}" if kind else "")
     return Counterpart(hf_name, shape[::-1] if transposed else shape, transposed, tuple(parts))
 
 
-def _packed(rule: PackedRule, number: str, kind: str, dataset: str, shape: Index) -> Counterpart:
+def _packed(rule: PackedRule, block: str, kind: str, dataset: str, shape: Index) -> Counterpart:
     """Return the Hugging Face tensor of all experts that holds a native one."""
     order = ExpertOrder(shape, rule.gates, rule.transposed, kind == "weight")
     part = TensorPart(dataset, shape, expert_order=order)
-    return Counterpart(rule.hf_name.format(number) + rule.suffixes[kind], order.file_shape, False, (part,))
+    return Counterpart(rule.hf_name.format(block) + rule.suffixes[kind], order.file_shape, False, (part,))
 
 
 _ROTATED = ("query", "key", "query_norm", "key_norm")
@@ -342,27 +343,25 @@ def _layers(rule: Rule) -> tuple[str, ...]:
 
 
 def _of_heads(
-    rule: HeadRule, number: str, kind: str, part: TensorPart, heads: LayerOrders
+    rule: HeadRule, block: str, kind: str, part: TensorPart, heads: LayerOrders
 ) -> Iterator[Counterpart]:
     """Yield the Hugging Face tensors of a native vector with the features of all heads."""
     size, order = heads.head_size, heads.order(rule.native_name, 1, 0)
     count = part.shape[0] // size
     if rule.hf_name.count("{}") == 1:
         parts = (replace(part, order=order),)
-        yield Counterpart(
-            f"{rule.hf_name.format(number)}.{kind}", (count, size), False, parts, flattened=True
-        )
+        yield Counterpart(f"{rule.hf_name.format(block)}.{kind}", (count, size), False, parts, flattened=True)
         return
     for head in range(count):
         head_part = replace(part, shape=(size,), order=order, start=head * size)
-        yield Counterpart(f"{rule.hf_name.format(number, head)}.{kind}", (size,), False, (head_part,))
+        yield Counterpart(f"{rule.hf_name.format(block, head)}.{kind}", (size,), False, (head_part,))
 
 
-def _stacked(rule: StackRule, number: str, kind: str, dataset: str, shape: Index) -> Iterator[Counterpart]:
+def _stacked(rule: StackRule, block: str, kind: str, dataset: str, shape: Index) -> Iterator[Counterpart]:
     """Yield the Hugging Face tensors of single experts that a native tensor stacks."""
     has_layers = len(rule.hf_names) > 1
     inner = shape[2 if has_layers else 1 :]
-    for expert, (place, name) in product(range(shape[0]), enumerate(rule.hf_names)):
-        index = (expert, place) if has_layers else (expert,)
+    for expert, (layer, name) in product(range(shape[0]), enumerate(rule.hf_names)):
+        index = (expert, layer) if has_layers else (expert,)
         part = TensorPart(dataset, inner, index=index)
-        yield Counterpart(f"{name.format(number, expert)}.{kind}", inner, False, (part,))
+        yield Counterpart(f"{name.format(block, expert)}.{kind}", inner, False, (part,))
