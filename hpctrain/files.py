@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -273,6 +274,24 @@ def flush_to_disk(path: Path) -> None:
     """
     with naming(path), descriptor_of(path) as descriptor:
         os.fsync(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is complete, or what it was before.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    flush_to_disk(path.parent)
 
 
 def files_named(pattern: str) -> Callable[[os.DirEntry[str]], bool]:

@@ -15,6 +15,7 @@ from hpctrain.files import (
     read_bytes,
     read_text,
     require_writable,
+    write_atomically,
 )
 
 
@@ -89,3 +90,18 @@ def test_created_files_are_not_executable(tmp_path: Path) -> None:
     with descriptor_of(tmp_path / "new", os.O_RDWR | os.O_CREAT):
         pass
     assert not os.access(tmp_path / "new", os.X_OK)
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "first")
+    assert path.read_text() == "first"
+
+    def fails(self: Path, target: Path) -> Path:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, "second")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]

@@ -25,7 +25,7 @@ from hpctrain.errors import HpctrainError
 _NO_CHARACTERS = [chr(point) for point in range(0xFDD0, 0xFDF0)]
 
 
-Placed = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
+TokensWithOffsets = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 """Token ids [n], and the index of the first character of each [n] and of the one after its last [n]."""
 
 
@@ -54,14 +54,14 @@ class Rendered(NamedTuple):
     Attributes:
         text: The text.
         learned: Ranges of it that are learned.
-        spelled: Ranges in which a user's text contains the name of a special token; they stay text.
+        literals: Ranges in which a user's text contains the name of a special token; they stay text.
         marks: Two characters that mark these ranges in a second rendering, if that is still needed; else
             empty.
     """
 
     text: str
     learned: Sequence[Range]
-    spelled: Sequence[Range]
+    literals: Sequence[Range]
     marks: tuple[str, ...] = ()
 
 
@@ -85,7 +85,7 @@ class ChatTokenizer:
         self._longest = max(map(len, self._beginnings), default=0)
 
     @property
-    def only_text(self) -> list[str]:
+    def unknown_tokens(self) -> list[str]:
         """Names in the template that look like special tokens but are not in the vocabulary.
 
         They are ordinary text, so text of messages can imitate them.
@@ -119,13 +119,13 @@ class ChatTokenizer:
         Raises:
             HpctrainError: The conversation cannot be rendered or encoded.
         """
-        return self._one(TokenRequest(conversation))
+        return self._tokens_of_one(TokenRequest(conversation))
 
     def prompt(self, conversation: Conversation) -> ConversationTokens:
         """Return the tokens up to where the assistant answers, none of which is learned."""
-        return self._one(TokenRequest(conversation, prompt=True))
+        return self._tokens_of_one(TokenRequest(conversation, prompt=True))
 
-    def _one(self, request: TokenRequest) -> ConversationTokens:
+    def _tokens_of_one(self, request: TokenRequest) -> ConversationTokens:
         [outcome] = self.tokens_of([request])
         if isinstance(outcome, HpctrainError):
             raise outcome
@@ -140,7 +140,7 @@ class ChatTokenizer:
         ]
         again = [self._marked_request(requests[number], part.marks) for number, part in marked]
         for (number, part), outcome in zip(marked, self.template.process.render(again), strict=True):
-            parts[number] = self._with_spelled(part, outcome)
+            parts[number] = self._with_literals(part, outcome)
         return [each if isinstance(each, HpctrainError) else self._encoded(each) for each in parts]
 
     def _encoded(self, rendered: Rendered) -> ConversationTokens | HpctrainError:
@@ -166,13 +166,13 @@ class ChatTokenizer:
         at = 0
         for match in self._special_pattern.finditer(rendered.text):
             begin, end = match.span()
-            if begin >= at and not any(begin < last and first < end for first, last in rendered.spelled):
+            if begin >= at and not any(begin < last and first < end for first, last in rendered.literals):
                 yield match
                 at = end
 
-    def _encode_bytes(self, rendered: Rendered) -> Placed:
+    def _encode_bytes(self, rendered: Rendered) -> TokensWithOffsets:
         """Return the bytes of the text as ids, and the range of characters of each."""
-        text, at, pieces = rendered.text, 0, list[Placed]()
+        text, at, pieces = rendered.text, 0, list[TokensWithOffsets]()
         for match in self._of_template(rendered):
             begin, end = match.span()
             pieces.append(_bytes_of(text[at:begin], at))
@@ -182,7 +182,7 @@ class ChatTokenizer:
         ids, begins, ends = map(np.concatenate, zip(*pieces, strict=True))
         return ids, begins, ends
 
-    def _encode(self, rendered: Rendered) -> Placed:
+    def _encode(self, rendered: Rendered) -> TokensWithOffsets:
         """Return the token ids of the text, and the range of characters of each.
 
         Control tokens that the template writes are replaced by their new names in the guarded tokenizer. So
@@ -190,14 +190,14 @@ class ChatTokenizer:
         """
         assert self._guarded_tokenizer is not None
         text, at, hidden = rendered.text, 0, self._guarded_tokenizer.hidden
-        parts, places, ends = list[str](), list[npt.NDArray[np.int64]](), 0
+        parts, positions, ends = list[str](), list[npt.NDArray[np.int64]](), 0
         for match in self._of_template(rendered):
             begin, end = match.span()
             name = hidden[match[0]]
             parts += [text[at:begin], name]
-            places += [np.arange(at, begin), np.full(len(name), begin)]
+            positions += [np.arange(at, begin), np.full(len(name), begin)]
             at, ends = end, ends + (match[0] == self.tokenizer.end_name)
-        place = np.concatenate([*places, np.arange(at, len(text) + 1)])
+        position = np.concatenate([*positions, np.arange(at, len(text) + 1)])
         guarded = "".join([*parts, text[at:]]).encode("utf-8", "replace").decode()
         try:
             encoding = self._library.encode(guarded, add_special_tokens=False)
@@ -207,8 +207,8 @@ class ChatTokenizer:
         lost = self.tokenizer.end_of_document
         if self._guarded_tokenizer.marks_lost_text and int((ids == lost).sum()) > ends:
             raise HpctrainError(lost_text(self._library, text, lost))
-        # `place` maps offsets to the original text, in which names of control tokens are shorter.
-        return ids, place[offsets[:, 0]], place[offsets[:, 1]]
+        # `position` maps offsets to the original text, in which names of control tokens are shorter.
+        return ids, position[offsets[:, 0]], position[offsets[:, 1]]
 
     def _request(self, request: TokenRequest) -> RenderRequest:
         """Return the request for the whole text, and for the prefixes that determine what is learned."""
@@ -287,7 +287,7 @@ class ChatTokenizer:
             )
         return free[0], free[1]
 
-    def _with_spelled(
+    def _with_literals(
         self, rendered: Rendered, outcome: list[Rendering] | HpctrainError
     ) -> Rendered | HpctrainError:
         """Return the rendered conversation with the ranges in which messages contain names of special tokens.
@@ -329,7 +329,7 @@ class ChatTokenizer:
         return self._special_pattern.sub(lambda match: f"{opening}{match[0]}{closing}", text)
 
 
-def _bytes_of(text: str, at: int) -> Placed:
+def _bytes_of(text: str, at: int) -> TokensWithOffsets:
     """Return the bytes of a text as ids, and the character of each. The text begins at character `at`."""
     sizes = [len(each.encode("utf-8", "replace")) for each in text]
     begins = np.repeat(np.arange(len(text)), sizes) + at

@@ -98,7 +98,7 @@ def prepare_rows(
         if not sources:
             raise HpctrainError(f"{', '.join(paths)}: no rows found")
     chat = _agree_on_template(world, options, say)
-    if world.rank == 0 and (names := chat.only_text):
+    if world.rank == 0 and (names := chat.unknown_tokens):
         listed = either(names) if len(names) < 5 else f"{', '.join(names[:4])} ..."
         say(f"{chat.template.title}: {listed} is not in the vocabulary, so text of messages can imitate it")
     pieces = cut_into_pieces(sources, options.piece_bytes)

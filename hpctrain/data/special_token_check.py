@@ -6,9 +6,7 @@ often contradict it, for example in folders whose tokenizer was replaced.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from hpctrain.data.tokenizer_settings import (
     GENERATION_CONFIG,
@@ -19,7 +17,7 @@ from hpctrain.data.tokenizer_settings import (
     is_id,
     token_text,
 )
-from hpctrain.deck.sources import clipped
+from hpctrain.deck.sources import clipped_json
 
 _OTHER_ROLES = ("bos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -35,7 +33,7 @@ def eos_token_problem(settings: TokenizerSettings, ids: Mapping[str, int]) -> st
         value = settings.file(name).get("eos_token")
         if value is None:
             continue
-        title = f"{name}: eos_token = {_as_json(value)}"
+        title = f"{name}: eos_token = {clipped_json(value)}"
         texts = [token_text(each) for each in (value if isinstance(value, list) else [value])]
         if not texts or None in texts:
             return f"{title}: must be a token or a list of tokens"
@@ -60,7 +58,7 @@ def special_token_warnings(
         for role in _OTHER_ROLES:
             value = settings.file(name).get(role)
             if value is not None and token_text(value) is None:
-                yield f"{name}: {role} = {_as_json(value)} is ignored, since it must be a token"
+                yield f"{name}: {role} = {clipped_json(value)} is ignored, since it must be a token"
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         yield from _id_warnings(settings, name, "bos_token", ids, control)
         yield from _id_warnings(settings, name, "eos_token", ids, control)
@@ -73,7 +71,10 @@ def _id_warnings(
     value = settings.file(name).get(f"{role}_id")
     if value is None:
         return
-    title, texts = f"{name}: {role}_id = {_as_json(value)}", {number: text for text, number in ids.items()}
+    title, texts = (
+        f"{name}: {role}_id = {clipped_json(value)}",
+        {number: text for text, number in ids.items()},
+    )
     is_end = role == "eos_token"
     numbers = value if isinstance(value, list) and is_end else [value]
     if not all(is_id(number) for number in numbers):
@@ -91,7 +92,3 @@ def _id_warnings(
         names = ", ".join(repr(texts[number]) for number in numbers)
         use = "generated text ends at either" if is_end else "chat templates receive the latter"
         yield f"{title} is {names}, but {role} is {tokens}: {use}"
-
-
-def _as_json(value: Any) -> str:
-    return clipped(json.dumps(value, ensure_ascii=False, default=str))

@@ -16,13 +16,12 @@ meaning in another trainer but no effect here. Errors are HpctrainErrors without
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpctrain.data.chat_roles import ASSISTANT, template_role
-from hpctrain.deck.sources import clipped
+from hpctrain.deck.sources import clipped_json
 from hpctrain.errors import HpctrainError
 
 _LEARNED_FLAGS = frozenset(
@@ -107,11 +106,11 @@ def is_learned(message: Mapping[str, Any], number: int) -> bool:
     for name in sorted(_MASKED_FLAGS & message.keys()):
         if not isinstance(message[name], bool):
             wanted = "true (the message is not learned) or false"
-            raise HpctrainError(f"{title} has {name} = {_as_json(message[name])}: must be {wanted}")
+            raise HpctrainError(f"{title} has {name} = {clipped_json(message[name])}: must be {wanted}")
     for name in sorted(_LEARNED_FLAGS & message.keys()):
         if message[name] not in (0, 1):  # not a set: the value may be a list
             wanted = "0 or 1 (other weights are unsupported)" if name in _NUMBERS else "true or false"
-            raise HpctrainError(f"{title} has {name} = {_as_json(message[name])}: must be {wanted}")
+            raise HpctrainError(f"{title} has {name} = {clipped_json(message[name])}: must be {wanted}")
     masked = any(message[name] for name in _MASKED_FLAGS & message.keys())
     return not masked and all(message[name] == 1 for name in _LEARNED_FLAGS & message.keys())
 
@@ -126,8 +125,8 @@ def require_learned_part(part: Mapping[str, Any], title: str) -> None:
     excluded += [name for name in sorted(_MASKED_FLAGS) if part.get(name)]
     for name in excluded:
         raise HpctrainError(
-            f"{title} has a part of its content with {name} = {_as_json(part[name])}: only a whole message "
-            "can be excluded from training (set the key in the message)"
+            f"{title} has a part of its content with {name} = {clipped_json(part[name])}: only a whole "
+            "message can be excluded from training (set the key in the message)"
         )
 
 
@@ -149,7 +148,7 @@ def row_keys(row: Any, answers: bool) -> RowKeys:
             raise HpctrainError(f"has {name}: {sentence} (set `train` = false in messages, or leave it out)")
     _check_masked_role(row.get("mask"))
     excluding = [*_zero_weights(row), *(name for name in _ROW_FLAGS if row.get(name) is False)]
-    reasons = [f"whose {name} is {_as_json(row[name])}" for name in excluding]
+    reasons = [f"whose {name} is {clipped_json(row[name])}" for name in excluding]
     unwanted = [name for name in _UNWANTED_FLAGS if answers and row.get(name) is False]
     reasons += [f"whose answer is marked as bad ({name} is false)" for name in unwanted]
     ignored = dict.fromkeys(f"{key}, since {reason}" for key, reason in _ignored_keys(row))
@@ -164,7 +163,7 @@ def masks_history(row: Mapping[str, Any]) -> bool:
     """
     value = row.get(MASK_HISTORY)
     if value is not None and not isinstance(value, bool):
-        raise HpctrainError(f"has {MASK_HISTORY} = {_as_json(value)}: must be true or false")
+        raise HpctrainError(f"has {MASK_HISTORY} = {clipped_json(value)}: must be true or false")
     return bool(value)
 
 
@@ -178,7 +177,7 @@ def _zero_weights(row: Mapping[str, Any]) -> list[str]:
         value = row.get(name)
         if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
             wanted = "a non-negative number (0 leaves the row out; other weights have no effect)"
-            raise HpctrainError(f"has {name} = {_as_json(value)}: must be {wanted}")
+            raise HpctrainError(f"has {name} = {clipped_json(value)}: must be {wanted}")
     return [name for name in _ROW_WEIGHTS if row.get(name) is not None and row[name] == 0]
 
 
@@ -191,7 +190,7 @@ def _check_masked_role(role: Any) -> None:
     if role in (None, "", False) or (isinstance(role, str) and template_role(role) != ASSISTANT):
         return
     raise HpctrainError(
-        f"has mask = {_as_json(role)}: must be a role other than the assistant, since only its messages "
+        f"has mask = {clipped_json(role)}: must be a role other than the assistant, since only its messages "
         "are learned (leave it out, or exclude messages by `train` = false)"
     )
 
@@ -223,7 +222,3 @@ def _messages(value: Any) -> Iterator[Mapping[str, Any]]:
     for each in value if isinstance(value, list) else ():
         if isinstance(each, Mapping):
             yield each
-
-
-def _as_json(value: Any) -> str:
-    return clipped(json.dumps(value, ensure_ascii=False, default=str))

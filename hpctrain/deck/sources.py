@@ -139,6 +139,11 @@ def clipped(text: str) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
+def clipped_json(value: object) -> str:
+    """Return a value of the user's JSON as a message shows it: in JSON on one line, clipped."""
+    return clipped(json.dumps(value, ensure_ascii=False, default=str))
+
+
 def toml_value(value: object) -> str:
     """Return a value in TOML notation on one line.
 

@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.files import require_writable
+from hpctrain.files import require_writable, write_atomically
 from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.processor import processor_name
 from hpctrain.parallel.vocabulary import chunk_logits
@@ -21,7 +21,7 @@ from hpctrain.plan.calibrate.block_rates import TimedBlocks, as_in_blocks, facto
 from hpctrain.plan.calibrate.calibration_decks import SMALL, TINY, measured_decks, of_sizes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.link_rates import measure_links
-from hpctrain.plan.calibrate.machine_file import machine_text, rounded, write_atomically
+from hpctrain.plan.calibrate.machine_file import machine_text, rounded
 from hpctrain.plan.calibrate.matmul_rates import measure_products
 from hpctrain.plan.calibrate.memory_rates import measure_bandwidth, measure_prepared_product, memory_of_rank
 from hpctrain.plan.calibrate.operation_rates import measure_attention, measure_elementwise

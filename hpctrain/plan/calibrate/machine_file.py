@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from hpctrain.files import flush_to_disk
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.text import escaped
 
@@ -106,21 +102,3 @@ def rounded(machine: MachineRates, digits: int = 4) -> MachineRates:
         return tuple(map(each, value)) if isinstance(value, tuple | list) else value
 
     return MachineRates.model_validate(each(machine.model_dump(exclude_defaults=True)))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is complete, or what it was before.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    flush_to_disk(path.parent)

@@ -14,7 +14,7 @@ from hpctrain.plan.search.memory_needs import NodeNeeds, States
 from hpctrain.plan.search.model_partition import ModelPartition
 from hpctrain.plan.search.partition_choices import PartitionChoices
 from hpctrain.plan.search.search_space import SearchSpace, Values, with_values
-from hpctrain.plan.search.tree_nodes import LayoutNode, RejectedLayouts, Staged
+from hpctrain.plan.search.tree_nodes import LayoutNode, RejectedLayouts, StageCountNode
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.plan.time.stage_nodes import StageNodes
@@ -49,7 +49,7 @@ class LayoutGenerator:
         self._partitions, self._rejected, self._limit = partitions, rejected, limit
         self._afters: dict[object, float] = {}
 
-    def layouts(self, node: Staged, states: Sequence[States], message: float) -> Iterator[LayoutNode]:
+    def layouts(self, node: StageCountNode, states: Sequence[States], message: float) -> Iterator[LayoutNode]:
         """Yield the layouts of a node that may fit, in the order of the choices.
 
         Args:
@@ -62,7 +62,7 @@ class LayoutGenerator:
             by_flops = self._partitions.by_flops(node.deck, schedule, chunks)
             if by_flops is None or not self._partitions.has_schedule(node, schedule, chunks):
                 continue
-            first, *alternatives = self._partitions.alternatives(by_flops, node.layers, node.nodes)
+            first, *alternatives = self._partitions.alternatives(by_flops, node.parent, node.nodes)
             known: dict[LayoutSizes, LayoutNode] = {}
             for layout in self._partition_layouts(node, schedule, first, states, message):
                 known[layout.at] = layout if first is by_flops else _split(layout)
@@ -73,7 +73,12 @@ class LayoutGenerator:
                         yield replace(_split(layout), by_flops=known[layout.at])
 
     def _partition_layouts(
-        self, node: Staged, schedule: str, partition: ModelPartition, states: Sequence[States], message: float
+        self,
+        node: StageCountNode,
+        schedule: str,
+        partition: ModelPartition,
+        states: Sequence[States],
+        message: float,
     ) -> Iterator[LayoutNode]:
         at, nodes = node.at, node.nodes
         zeros = list(self._choices.of_states(at.data_ranks, self._machine))
@@ -106,13 +111,15 @@ class LayoutGenerator:
             # The seconds of the layout are summed in another order, so that they may differ by rounding.
             yield LayoutNode(bound * (1 - _ROUNDING), least, deck, layout_at, partition.split)
 
-    def _part_seconds(self, node: Staged, partition: ModelPartition, waited: float) -> list[PartSeconds]:
+    def _part_seconds(
+        self, node: StageCountNode, partition: ModelPartition, waited: float
+    ) -> list[PartSeconds]:
         """Return the seconds of each part. With blocking messages, it waits `waited` seconds for each."""
         stage_of_part = [
             partition.schedule.stage_and_chunk(part)[0] for part in range(partition.schedule.parts)
         ]
         groups = range(len(node.nodes.groups))
-        prefixes = [node.layers.on(node.nodes, group)[0] for group in groups]
+        prefixes = [node.parent.seconds_on(node.nodes, group)[0] for group in groups]
         of_parts = [prefixes[node.nodes.of_stage[stage]] for stage in stage_of_part]
         return [
             PartSeconds(
@@ -124,13 +131,13 @@ class LayoutGenerator:
         ]
 
     def _least_bytes(
-        self, node: Staged, schedule: str, partition: ModelPartition, states: Sequence[States]
+        self, node: StageCountNode, schedule: str, partition: ModelPartition, states: Sequence[States]
     ) -> list[float]:
         """Return lower bounds of the bytes of a rank on the node that needs most.
 
         There is one for each of `states`.
         """
-        at, activations, stages = node.at, node.layers.activations, node.at.pipeline
+        at, activations, stages = node.at, node.parent.activations, node.at.pipeline
         parts = [activations.part_activations(kind) for kind in partition.kinds]
         chunks, stage_needs = partition.schedule.chunks, self._needs.stages(at, partition)
         activation_bytes = []

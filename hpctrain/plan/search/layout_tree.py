@@ -28,7 +28,14 @@ from hpctrain.plan.search.least_seconds import KNOWN
 from hpctrain.plan.search.memory_needs import NodeNeeds, States
 from hpctrain.plan.search.partition_choices import NO_ZERO, PartitionChoices
 from hpctrain.plan.search.search_space import SearchSpace, Values, with_values
-from hpctrain.plan.search.tree_nodes import LayoutNode, Node, RejectedLayouts, SplitLayers, Staged, part_of
+from hpctrain.plan.search.tree_nodes import (
+    LayerSplitNode,
+    LayoutNode,
+    Node,
+    RejectedLayouts,
+    StageCountNode,
+    pass_totals,
+)
 from hpctrain.plan.time.layer_seconds import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.machine_rates import MachineRates
@@ -79,7 +86,7 @@ class LayoutTree:
         self._simulated: tuple[Schedule, StageTimes, Simulation] | None = None
         self._cached_state_functions: dict[object, list[States]] = {}
 
-    def roots(self) -> Iterator[SplitLayers]:
+    def roots(self) -> Iterator[LayerSplitNode]:
         """Yield the splits of layers whose micro-batches may fit."""
         deck, ranks = self.choices.deck, self.choices.ranks
         for of_layers in self.choices.of_layers():
@@ -123,23 +130,25 @@ class LayoutTree:
 
     def _split(
         self, deck: Deck, at: LayoutSizes, activations: ModelActivations, needs: Mapping[int, float]
-    ) -> SplitLayers:
-        of_kinds = tuple(
+    ) -> LayerSplitNode:
+        seconds_by_kind = tuple(
             {layer: layer_seconds(layer, at, kind) for layer in self._kinds} for kind in self.machine.kinds
         )
         fixed = min(kind.fixed for kind in self.machine.kinds)
         # Micro-batches of a data rank, divided by the number of stages: the same for any number of stages.
         share = deck.batch.global_size * at.tensor * at.context / (self.choices.ranks * at.micro_size)
-        bound, least = self._micro(of_kinds) * share + fixed, min(needs.values())
-        return SplitLayers(bound, least, deck, at, of_kinds, activations, needs, self.layers)
+        bound, least = self._micro(seconds_by_kind) * share + fixed, min(needs.values())
+        return LayerSplitNode(bound, least, deck, at, seconds_by_kind, activations, needs, self.layers)
 
-    def _micro(self, of_kinds: Sequence[Mapping[LayerSizes, LayerSeconds]]) -> float:
+    def _micro(self, seconds_by_kind: Sequence[Mapping[LayerSizes, LayerSeconds]]) -> float:
         """Return a lower bound of the seconds of a micro-batch in all layers, as the mean over stages.
 
         A rank of kind k takes T_k for all layers, and t_kl for layer l. Stages that take no longer than s do
         all layers, so with their ranks weighted by 1/T: s mean(1/T) >= sum over l of min over k of t_kl/T_k.
         """
-        seconds = [{layer: sum(part_of(passes)) for layer, passes in each.items()} for each in of_kinds]
+        seconds = [
+            {layer: sum(pass_totals(passes)) for layer, passes in each.items()} for each in seconds_by_kind
+        ]
         totals = [sum(count * each[layer] for layer, count in self._kinds.items()) for each in seconds]
         if len(totals) == 1:
             return totals[0]
@@ -153,12 +162,12 @@ class LayoutTree:
 
     def children(self, node: Node) -> Iterator[Node]:
         """Return the children of a node that is not a leaf."""
-        if isinstance(node, SplitLayers):
+        if isinstance(node, LayerSplitNode):
             return self._stages(node)
-        assert isinstance(node, Staged)
+        assert isinstance(node, StageCountNode)
         return self._generator.layouts(node, self._state_functions(node.at), self._message(node.at))
 
-    def _stages(self, node: SplitLayers) -> Iterator[Staged]:
+    def _stages(self, node: LayerSplitNode) -> Iterator[StageCountNode]:
         at, ranks = node.at, self.choices.ranks // (node.at.tensor * node.at.context)
         batch = node.deck.batch.global_size
         for stages, needed in node.needs.items():
@@ -183,7 +192,7 @@ class LayoutTree:
                 if least > self.limit:
                     self.rejected.counts["memory"] += 1
                     continue
-            yield Staged(bound, least, deck, staged, node, nodes)
+            yield StageCountNode(bound, least, deck, staged, node, nodes)
 
     def _state_functions(self, at: LayoutSizes) -> list[States]:
         """Return the functions for the bytes of parameters and their state, one for each choice of ZeRO."""

@@ -18,7 +18,7 @@ from hpctrain.pipeline.deck_schedule import outline_schedule, read_schedule_file
 from hpctrain.pipeline.split import split_layers
 from hpctrain.plan.search.model_partition import ModelPartition
 from hpctrain.plan.search.search_space import SearchSpace, Values, with_values
-from hpctrain.plan.search.tree_nodes import RejectedLayouts, SplitLayers, Staged
+from hpctrain.plan.search.tree_nodes import LayerSplitNode, RejectedLayouts, StageCountNode
 from hpctrain.plan.time.layer_seconds import LayerSizes
 from hpctrain.plan.time.stage_nodes import StageNodes
 
@@ -68,7 +68,7 @@ class PartitionChoices:
         return self._by_flops[key]
 
     def alternatives(
-        self, by_flops: ModelPartition, layers: SplitLayers, nodes: StageNodes
+        self, by_flops: ModelPartition, layers: LayerSplitNode, nodes: StageNodes
     ) -> list[ModelPartition]:
         """Return the splits to compare.
 
@@ -86,22 +86,22 @@ class PartitionChoices:
         if not nodes.has_one_kind:
             other = self._by_seconds(schedule, layers, nodes)
             return [by_flops if other.split == by_flops.split else other]
-        seconds = layers.on(nodes, 0)[1]
+        seconds = layers.seconds_on(nodes, 0)[1]
         longest = (1 - LEAST_GAIN) * _longest(seconds, by_flops.split, schedule)
         if longest <= _least_longest(seconds, schedule.stage_count):
             return [by_flops]
         other = self._by_seconds(schedule, layers, nodes)
         return [by_flops, other] if _longest(seconds, other.split, schedule) < longest else [by_flops]
 
-    def _by_seconds(self, schedule: Schedule, layers: SplitLayers, nodes: StageNodes) -> ModelPartition:
-        times = [layers.on(nodes, group)[1] for group in range(len(nodes.groups))]
+    def _by_seconds(self, schedule: Schedule, layers: LayerSplitNode, nodes: StageNodes) -> ModelPartition:
+        times = [layers.seconds_on(nodes, group)[1] for group in range(len(nodes.groups))]
         split = tuple(split_by_stage_times([times[group] for group in nodes.of_stage], schedule))
         key = schedule.stage_count, schedule.chunks, schedule.placement, split, tuple(nodes.of_stage)
         if key not in self._splits:
             self._splits[key] = ModelPartition.of(schedule, split, self._layers, nodes.of_stage)
         return self._splits[key]
 
-    def has_schedule(self, node: Staged, schedule: str, chunks: int) -> bool:
+    def has_schedule(self, node: StageCountNode, schedule: str, chunks: int) -> bool:
         """Return False if a schedule from a file does not fit the layout."""
         if schedule in SCHEDULE_NAMES:
             return True

@@ -33,8 +33,8 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Missed:
-    """Layout that does not fit, and the memory that a node needs."""
+class UnfittingLayout:
+    """Layout that does not fit, and the memory that it needs on a node."""
 
     candidate: Candidate
     demand: MemoryDemand
@@ -55,7 +55,7 @@ class SearchResult:
     best: tuple[Candidate, ...]
     rejected: RejectedLayouts
     slower: int
-    missed: Missed | None
+    missed: UnfittingLayout | None
     untried: tuple[str, ...] = ()
 
 
@@ -86,8 +86,8 @@ def search(
     tree = LayoutTree(choices, machine, budget, budget.mean_rank_bytes(deck))
     queue = _Queue(tree.roots(), lambda node: node.bound)
     candidates: list[Candidate] = []
-    split_otherwise = set[object]()
-    missed: Missed | None = None
+    resplit_decks = set[object]()
+    missed: UnfittingLayout | None = None
     for visited, node in enumerate(queue):
         if progress is not None:
             progress(visited)
@@ -96,16 +96,16 @@ def search(
         elif node.causes is None:
             if not tree.rejected.reject(check_deck(node.deck, ranks), node.deck):
                 queue.add([_timed(tree, node)])
-        elif node.deck not in split_otherwise and _is_worth_it(tree, node):
+        elif node.deck not in resplit_decks and _is_worth_it(tree, node):
             candidate, demand = _planned(tree, node)
             if _fits(demand):
                 candidates.append(candidate)
                 if node.by_flops is not None:
-                    split_otherwise.add(node.by_flops.deck)
+                    resplit_decks.add(node.by_flops.deck)
             else:
                 tree.rejected.counts["memory plan"] += 1
                 assert demand is not None
-                missed = missed or Missed(candidate, demand)
+                missed = missed or UnfittingLayout(candidate, demand)
         if len(candidates) == best:
             break
     untried = () if choices.is_set("layout.schedule") else [each for each in EVERY if each not in schedules]
@@ -130,11 +130,13 @@ def _fits(demand: MemoryDemand | None) -> bool:
     return demand is None or demand.leaves_reserve
 
 
-def least_memory_layout(deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget) -> Missed | None:
+def least_memory_layout(
+    deck: Deck, ranks: int, machine: MachineRates, budget: MemoryBudget
+) -> UnfittingLayout | None:
     """Return the layout whose nodes need least memory; None if there is none or the limit is unknown."""
     tree, candidates = (
         LayoutTree(SearchSpace(deck, ranks, EVERY), machine, budget, inf),
-        list[tuple[float, Missed]](),
+        list[tuple[float, UnfittingLayout]](),
     )
     for node in _by_least_memory(tree):
         if candidates and node.least >= candidates[0][0]:
@@ -142,7 +144,7 @@ def least_memory_layout(deck: Deck, ranks: int, machine: MachineRates, budget: M
         candidate, demand = _planned(tree, node)
         if demand is None:
             return None
-        each = tree.needs.planned(demand), Missed(candidate, demand)
+        each = tree.needs.planned(demand), UnfittingLayout(candidate, demand)
         candidates = [min([*candidates, each], key=itemgetter(0))]
     return candidates[0][1] if candidates else None
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import InputOutputError
-from hpctrain.files import check_output, require_writable
+from hpctrain.errors import failing_as
+from hpctrain.files import check_output, require_writable, write_atomically
 from hpctrain.plan.option_conflicts import required_ranks
 from hpctrain.plan.search.deck_search import DeckSearch, SearchOptions, search_deck, trade_offs
 from hpctrain.plan.search.layout_sentences import changed
@@ -58,11 +57,12 @@ def search_output(
         check_output(output.write, output.force)
     if output.plot is not None:
         require_picture_suffix(output.plot)
-    with progress_bar(None, "layouts looked at") as progress:
+    with progress_bar(None, "layouts examined") as progress:
         result = search_deck(deck, ranks, overrides, options, progress)
         more = trade_offs(result, options) if output.plot is not None else []
     if output.write is not None:
-        _write(output.write, result.text)
+        with failing_as(f"{output.write}: cannot be written"):
+            write_atomically(output.write, result.text)
     if output.plot is not None:
         candidates = [
             LayoutCandidate(_label(result, each.changes), each.seconds, each.memory_bytes)
@@ -79,14 +79,3 @@ def _label(result: DeckSearch, changes: Values) -> str:
 
 def _title(result: DeckSearch) -> str:
     return f"{result.deck.run.title} on {result.ranks} ranks, {result.machine.name}"
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file completely, or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise InputOutputError(f"{path}: cannot be written: {error.strerror or error}") from error

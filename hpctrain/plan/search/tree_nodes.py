@@ -16,7 +16,7 @@ from hpctrain.plan.time.layer_seconds import LayerSeconds, LayerSizes
 from hpctrain.plan.time.layout_sizes import LayoutSizes
 from hpctrain.plan.time.stage_nodes import StageNodes
 
-_NONE = PartSeconds(0.0, 0.0, 0.0)
+_NO_SECONDS = PartSeconds(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RejectedLayouts:
 
 
 @dataclass(frozen=True)
-class SplitLayers:
+class LayerSplitNode:
     """Node whose split of layers over tensor, context and expert ranks is known.
 
     Attributes:
@@ -52,7 +52,7 @@ class SplitLayers:
         least: Lower bound of the bytes of a mean rank.
         deck: Deck with the split.
         at: Sizes of the layout.
-        of_kinds: Seconds of each kind of layer, for each kind of node of the machine.
+        seconds_by_kind: Seconds of each kind of layer, for each kind of node of the machine.
         activations: Bytes of one micro-batch in the layers.
         needs: Lower bound of the bytes of a rank, by number of stages. It has only numbers of stages that may
             fit.
@@ -63,7 +63,7 @@ class SplitLayers:
     least: float
     deck: Deck
     at: LayoutSizes
-    of_kinds: tuple[Mapping[LayerSizes, LayerSeconds], ...]
+    seconds_by_kind: tuple[Mapping[LayerSizes, LayerSeconds], ...]
     activations: ModelActivations
     needs: Mapping[int, float]
     layers: tuple[LayerSizes, ...]
@@ -72,18 +72,20 @@ class SplitLayers:
     def _group_seconds(self) -> dict[tuple[int, ...], tuple[list[PartSeconds], list[float]]]:
         return {}
 
-    def on(self, nodes: StageNodes, group: int) -> tuple[list[PartSeconds], list[float]]:
+    def seconds_on(self, nodes: StageNodes, group: int) -> tuple[list[PartSeconds], list[float]]:
         """Return the seconds of the layers before each layer, and of each layer, on a group of nodes."""
         key = nodes.numbers[group]
         if key not in self._group_seconds:
-            seconds = self.of_kinds[key[0]] if len(key) == 1 else nodes.seconds_by_layer(self.layers, group)
+            seconds = (
+                self.seconds_by_kind[key[0]] if len(key) == 1 else nodes.seconds_by_layer(self.layers, group)
+            )
             total = {layer: each.total for layer, each in seconds.items()}
             self._group_seconds[key] = _prefix(self.layers, seconds), [total[layer] for layer in self.layers]
         return self._group_seconds[key]
 
 
 @dataclass(frozen=True)
-class Staged:
+class StageCountNode:
     """Node whose number of stages is known, too.
 
     Attributes:
@@ -91,7 +93,7 @@ class Staged:
         least: Lower bound of the bytes of a rank.
         deck: Deck with the split and the number of stages.
         at: Sizes of the layout.
-        layers: Node above.
+        parent: Node above.
         nodes: Kinds of node of the stages.
     """
 
@@ -99,7 +101,7 @@ class Staged:
     least: float
     deck: Deck
     at: LayoutSizes
-    layers: SplitLayers
+    parent: LayerSplitNode
     nodes: StageNodes
 
 
@@ -126,11 +128,11 @@ class LayoutNode:
     by_flops: LayoutNode | None = None
 
 
-Node = SplitLayers | Staged | LayoutNode
+Node = LayerSplitNode | StageCountNode | LayoutNode
 
 
-def part_of(passes: LayerSeconds) -> PartSeconds:
-    """Return the seconds of a layer, summed over causes."""
+def pass_totals(passes: LayerSeconds) -> PartSeconds:
+    """Return the seconds of each pass through a layer, summed over causes."""
     return PartSeconds(
         *(sum(each.values()) for each in (passes.forward, passes.input_gradient, passes.weight_gradient))
     )
@@ -138,8 +140,8 @@ def part_of(passes: LayerSeconds) -> PartSeconds:
 
 def _prefix(layers: Sequence[LayerSizes], seconds: Mapping[LayerSizes, LayerSeconds]) -> list[PartSeconds]:
     """Return the seconds of the layers before each layer."""
-    layer_seconds = {layer: part_of(passes) for layer, passes in seconds.items()}
-    return list(accumulate((layer_seconds[layer] for layer in layers), _plus, initial=_NONE))
+    layer_seconds = {layer: pass_totals(passes) for layer, passes in seconds.items()}
+    return list(accumulate((layer_seconds[layer] for layer in layers), _plus, initial=_NO_SECONDS))
 
 
 def _plus(one: PartSeconds, other: PartSeconds) -> PartSeconds:

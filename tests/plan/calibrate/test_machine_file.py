@@ -1,15 +1,13 @@
-"""A machine's file: read back the same, and written whole or not at all.
+"""A machine's file is read back the same.
 
 Tests of plan/calibrate/machine_file.py.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hpctrain.plan.calibrate.machine_file import machine_text, rounded, write_atomically
+from hpctrain.plan.calibrate.machine_file import machine_text, rounded
 from hpctrain.plan.time.machine_rates import parse_machine, preset_names, read_machine
 from tests.plan.time.test_machine_rates import FILE
 
@@ -69,18 +67,3 @@ def test_figures_have_no_more_digits_than_were_measured() -> None:
     assert machine.memory == 1e9
     assert machine.crossing["all_gather"][1].together == 2
     assert parse_machine(machine_text(machine), "") == machine
-
-
-def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "machine.toml"
-    write_atomically(path, "first")
-    assert path.read_text() == "first"
-
-    def fails(self: Path, target: Path) -> Path:
-        raise OSError("no space")
-
-    monkeypatch.setattr(Path, "replace", fails)
-    with pytest.raises(OSError, match="no space"):
-        write_atomically(path, "second")
-    assert path.read_text() == "first"
-    assert list(tmp_path.iterdir()) == [path]
