@@ -139,7 +139,7 @@ class LayerPages:
         """Copy one page to another."""
         self.keys[target], self.values[target] = self.keys[source], self.values[source]
 
-    def attend(self, inputs: AttentionInputs, rule: AttentionRule, places: TokenPositions) -> Tensor:
+    def attend(self, inputs: AttentionInputs, rule: AttentionRule, token_positions: TokenPositions) -> Tensor:
         """Store the keys and values of new tokens, and return the attention [n, 1, heads, d] of these.
 
         Each token sees the tokens of its text up to its own position.
@@ -148,40 +148,42 @@ class LayerPages:
             inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, and sinks. The
                 tables are those of a Rotary. `TokenPositions.rotations` are their rows for the tokens.
             rule: Scale, window and soft cap.
-            places: Text of each token, and its position in the text.
+            token_positions: Text of each token, and its position in the text.
         """
         if isinstance(self.functions, CompiledFunctions):
-            return self._attend_compiled(self.functions, inputs, rule, places)
+            return self._attend_compiled(self.functions, inputs, rule, token_positions)
         if inputs.tables:
-            tables = tuple(table[places.rotations] for table in inputs.tables)
+            tables = tuple(table[token_positions.rotations] for table in inputs.tables)
             inputs = inputs._replace(tables=tables).rotated()
         query, key, value, sinks, _, _ = inputs
-        self._store(key.squeeze(1), value.squeeze(1), places)
-        attend = partial(self._attend_to_pages, page_numbers=places.tables, rule=rule, sinks=sinks)
+        self._store(key.squeeze(1), value.squeeze(1), token_positions)
+        attend = partial(self._attend_to_pages, page_numbers=token_positions.tables, rule=rule, sinks=sinks)
         output = torch.zeros_like(query)
         singles, row = [], 0
-        for text, first, count in places.runs:
+        for text, first, count in token_positions.runs:
             if text >= 0 and count == 1:
                 singles.append((row, first))
             elif text >= 0:
                 rows, visible = slice(row, row + count), range(rule.first_key(first), first + count)
-                positions = places.positions[rows].unsqueeze(0)
+                positions = token_positions.positions[rows].unsqueeze(0)
                 one_text = query[rows, 0].unsqueeze(0)
-                output[rows, 0] = attend(one_text, places.texts[row : row + 1], positions, visible)[0]
+                output[rows, 0] = attend(one_text, token_positions.texts[row : row + 1], positions, visible)[
+                    0
+                ]
             row += count
         if singles:
             single_rows, first_positions = zip(*singles, strict=True)
             visible = range(rule.first_key(min(first_positions)), max(first_positions) + 1)
             chosen = start_copy(torch.tensor(single_rows), query.device)
-            positions = places.positions[chosen].unsqueeze(1)
-            output[chosen] = attend(query[chosen], places.texts[chosen], positions, visible)
+            positions = token_positions.positions[chosen].unsqueeze(1)
+            output[chosen] = attend(query[chosen], token_positions.texts[chosen], positions, visible)
         return output
 
-    def _store(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
+    def _store(self, key: Tensor, value: Tensor, token_positions: TokenPositions) -> None:
         """Store keys and values [n, heads, d] in their pages."""
-        real = places.real
-        texts, positions = places.texts[real], places.positions[real]
-        pages, lanes = places.tables[texts, positions // PAGE], positions % PAGE
+        real = token_positions.real
+        texts, positions = token_positions.texts[real], token_positions.positions[real]
+        pages, lanes = token_positions.tables[texts, positions // PAGE], positions % PAGE
         self.keys[pages, :, :, lanes] = key[real]
         self.values[pages, :, lanes] = value[real]
 
@@ -233,13 +235,18 @@ class LayerPages:
         functions: CompiledFunctions,
         inputs: AttentionInputs,
         rule: AttentionRule,
-        places: TokenPositions,
+        token_positions: TokenPositions,
     ) -> Tensor:
         """Return the result of `attend` by a compiled function, which also stores keys and values."""
         scores = None if inputs.sinks is None else inputs.sinks.float()
         query, key, value = (with_contiguous_features(x) for x in (inputs.query, inputs.key, inputs.value))
-        output, text_pages = query.new_empty(query.shape), places.tables.shape[1]
-        new = places.texts, places.positions, places.rotations, places.tables
+        output, text_pages = query.new_empty(query.shape), token_positions.tables.shape[1]
+        new = (
+            token_positions.texts,
+            token_positions.positions,
+            token_positions.rotations,
+            token_positions.tables,
+        )
         paged = Paged(
             attention_arguments(query, key, inputs.tables, rule, scores),
             text_pages,
