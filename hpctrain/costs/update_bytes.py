@@ -38,7 +38,7 @@ def _matrix_bytes(optimizer: MatrixOptimizer) -> int:
     """Return the bytes of gathered matrices, directions and fp32 gradients."""
     rule = optimizer.rules.matrix_rule
     gathered: list[int] = [
-        (each.part.stop - each.part.start) * rule.format.itemsize for each in optimizer.replicated
+        (each.part.stop - each.part.start) * rule.dtype.itemsize for each in optimizer.replicated
     ]
     copied = [each for each in optimizer.ranges if each.bucket.gradient_dtype != torch.float32]
     ranges = (each.state[MASTER].nbytes for each in copied)
@@ -64,7 +64,7 @@ def _parameter_bytes(matrices: LocalMatrices, rule: MatrixRule) -> int:
     gathered = 0
     if matrices.split_matrix is not None:
         gathered = matrices.split_matrix.group.size * elements + prod(block.shape)
-    return (elements + gathered) * rule.format.itemsize + copied + transform_bytes(rule, block.shape)
+    return (elements + gathered) * rule.dtype.itemsize + copied + transform_bytes(rule, block.shape)
 
 
 def _direction_bytes(matrices: LocalMatrices) -> int:
@@ -110,7 +110,7 @@ def transform_bytes(rule: MatrixRule, shape: Sequence[int]) -> int:  # noqa: ARG
 @transform_bytes.register
 def _muon_bytes(rule: Muon, shape: Sequence[int]) -> int:
     """Return the bytes of a second iterate and of two symmetric products."""
-    return (prod(shape) + 2 * min(shape[-2:]) ** 2) * rule.format.itemsize
+    return (prod(shape) + 2 * min(shape[-2:]) ** 2) * rule.dtype.itemsize
 
 
 @transform_bytes.register

@@ -21,7 +21,7 @@ def send_update_messages(optimizer: Optimizer) -> None:
         split = matrices.split_matrix
         if matrices.segment.parameter.requires_grad and split is not None and not matrices.is_exchanged:
             device = matrices.state[MASTER].device
-            piece = torch.empty(matrices.local, dtype=optimizer.rules.matrix_rule.format, device=device)
+            piece = torch.empty(matrices.local, dtype=optimizer.rules.matrix_rule.dtype, device=device)
             for _ in range(matrices.count):
                 split.gather(piece)
     for exchanged in optimizer.exchanged:

@@ -54,7 +54,7 @@ class Adafactor:
     momentum: float
     weight_decay: float
 
-    format = torch.float32
+    dtype = torch.float32
 
     def update_block(self, shard: Shard) -> UpdateBlock:
         """Return the part of a parameter whose elements are updated together, and the work of its update.

@@ -41,7 +41,7 @@ class AdamMini:
     epsilon: float
     weight_decay: float
 
-    format = torch.float32
+    dtype = torch.float32
 
     def update_block(self, shard: Shard) -> UpdateBlock:
         """Return the rows that are updated together, with the work of their update.

@@ -46,7 +46,7 @@ class ExchangedMatrices:
         result = []
         for group, of_group in by_group.items():
             names = [[each.segment.parameter.shard.name, each.first + number] for each, number, _ in of_group]
-            exchange = MatrixExchange(group, [split for _, _, split in of_group], names, rule.format)
+            exchange = MatrixExchange(group, [split for _, _, split in of_group], names, rule.dtype)
             matrices = [(each, number) for each, number, _ in of_group]
             result.append(ExchangedMatrices(rule, matrices, exchange))
         return result

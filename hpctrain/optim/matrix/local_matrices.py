@@ -118,7 +118,7 @@ class LocalMatrices:
             directions: This rank's piece of its directions.
         """
         cells = {name: self._view(self.state[name], number, self._state_shape(name)) for name in self.cells}
-        directions = directions.to(rule.format)
+        directions = directions.to(rule.dtype)
         if self.split_matrix is None:
             return rule.transform(directions, cells)
         return self.split_matrix.local_piece(rule.transform(self.split_matrix.gather(directions), cells))

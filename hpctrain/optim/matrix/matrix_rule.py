@@ -43,7 +43,7 @@ class MatrixRule(Protocol):
         """
 
     @property
-    def format(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         """dtype of the directions that are gathered, and of the transformed ones."""
 
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:

@@ -28,7 +28,7 @@ from hpctrain.sharding.state import MASTER
 
 MOMENTUM = "momentum"
 
-Match = Literal["original", "adamw-rms"]
+LearningRateMatch = Literal["original", "adamw-rms"]
 """Factor of the learning rate of a matrix with n rows and m columns.
 
 It is sqrt(max(1, n / m)), or 0.2 sqrt(max(n, m)), which gives updates the RMS of AdamW's (Moonlight, arXiv
@@ -59,7 +59,7 @@ class Muon:
         nesterov: True for Nesterov momentum.
         weight_decay: Decoupled weight decay.
         steps: Number of Newton-Schulz iterations.
-        format: dtype of these iterations, and of the directions that ranks send each other.
+        dtype: Format of these iterations, and of the directions that ranks send each other.
         match: Choice of `scale`.
     """
 
@@ -67,8 +67,8 @@ class Muon:
     nesterov: bool
     weight_decay: float
     steps: int
-    format: torch.dtype
-    match: Match
+    dtype: torch.dtype
+    match: LearningRateMatch
 
     def update_block(self, shard: Shard) -> UpdateBlock | None:
         """Return the last two dims as the block; None for vectors."""

@@ -44,12 +44,12 @@ class ReplicatedMatrices:
         self._work: Work[Tensor] | None = None
 
     def empty_directions(self) -> Tensor:
-        """Return uninitialized memory for the transformed directions, flat, in the rule's `format`.
+        """Return uninitialized memory for the transformed directions, flat, in the rule's `dtype`.
 
         It has one number for each element of all these matrices.
         """
         group = self.bucket.sharding.group
-        return group.empty((self.part.stop - self.part.start,), self.rule.format)
+        return group.empty((self.part.stop - self.part.start,), self.rule.dtype)
 
     def start_gather(self, flat: Tensor) -> None:
         """Start to send this rank's share of the transformed directions to all ranks of the group.

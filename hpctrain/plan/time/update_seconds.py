@@ -122,7 +122,7 @@ def _muon(
     muon = at.update.muon
     if muon is None:
         return 0.0, 0.0
-    form = "bf16" if muon.format.itemsize == 2 else "fp32"
+    form = "bf16" if muon.dtype.itemsize == 2 else "fp32"
     rates = machine.products.get(form) or machine.products_of(at.form)
     products = sending = 0.0
     for layer in stage_layers:
@@ -139,7 +139,7 @@ def _muon(
             pieces = at.expert * at.expert_tensor if of_experts else at.tensor
             share = cuts[not of_experts] if at.zero else group.size
             products += prod(shape[:-2]) * seconds_per_matrix / (share * pieces)
-            size = prod(shape) / pieces * muon.format.itemsize
+            size = prod(shape) / pieces * muon.dtype.itemsize
             split: GroupPlacement = at.expert_tensor_ranks if of_experts else at.tensor_ranks
             sending += 2 * collective_seconds(machine, "all_to_all", size / share, split)
             if not at.zero:

@@ -50,7 +50,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 class Orthogonalized:
     """Rule with orthogonalized momentum and a mean square of each row: state of elements and of cells."""
 
-    format = torch.float32
+    dtype = torch.float32
     seen: ClassVar[set[tuple[int, ...]]] = set()
 
     def update_block(self, shard: Shard) -> UpdateBlock | None:

@@ -22,7 +22,7 @@ ADAMW = AdamW((0.9, 0.95), 1e-8, 0.0)
 class Rows:
     """Rule of matrices with a number for each element and each row. It updates nothing."""
 
-    format = torch.float32
+    dtype = torch.float32
 
     def update_block(self, shard: Shard) -> UpdateBlock | None:
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]

@@ -16,7 +16,7 @@ from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrix import local_matrices
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.optim.matrix.muon import Match, Muon, orthogonalize
+from hpctrain.optim.matrix.muon import LearningRateMatch, Muon, orthogonalize
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.deck_references import reference_problems
 from hpctrain.plan.memory_plan import plan_memory
@@ -32,7 +32,9 @@ SHAPES = ((400, 200), (200, 400), (230, 230), (40, 3), (16, 16), (1, 8))
 @pytest.mark.parametrize(
     ("match", "theirs"), [("original", "original"), ("adamw-rms", "match_rms_adamw")], ids=["original", "rms"]
 )
-def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nesterov: bool) -> None:
+def test_updates_are_those_of_torch(
+    world: World, match: LearningRateMatch, theirs: str, nesterov: bool
+) -> None:
     """Update matrices of several shapes, three stacked ones, and a vector by AdamW.
 
     Matrix "slow" has half of the learning rate but the same decay; "bare" has no decay.
