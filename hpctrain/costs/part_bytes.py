@@ -92,7 +92,7 @@ class PartBytes:
     def _end_bytes(self, layer: Layer, is_end: bool) -> int:
         """Return the bytes saved by the first or the last layer, or 0 if it is a block.
 
-        The type of a part's only layer follows from `is_end`: whether the part has that end of the model.
+        For the only layer of a part, `is_end` decides: True if the part has that end of the model.
         """
         is_end = is_end if len(self.part.layers) == 1 else not layer.is_block
         return total(byte_functions.saved_storages(layer, self.sizes)) if is_end else 0

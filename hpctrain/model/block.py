@@ -50,7 +50,7 @@ class PassContext:
 
 
 class TransformerLayer(Layer):
-    """Layer that is one step of a pass over hidden states."""
+    """Layer of a transformer, which maps hidden states, or token ids, to hidden states."""
 
     def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
         """Return `self(x, context)`, with the layer's parameters gathered in forward and backward."""

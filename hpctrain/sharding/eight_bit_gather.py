@@ -1,7 +1,7 @@
 """Gathering of weights in the 8-bit format in which they are multiplied (ZeRO-3).
 
 If a matrix has one scale that all ranks know beforehand, each rank casts the elements that it owns. The
-gathered codes are the same that a product would compute from the gathered matrix, or from its transpose, and
+gathered codes are those that a product would compute from the gathered matrix, or from its transpose, and
 take half of the bytes of 16-bit weights. The rest of a bucket (norms, biases, layers that multiply in 16
 bits) is gathered in its own format.
 """

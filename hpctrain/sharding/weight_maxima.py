@@ -19,11 +19,11 @@ from hpctrain.sharding.bucket import Bucket
 class WeightMaxima:
     """Maxima of weights that products would otherwise compute, and reduce, for each micro-batch.
 
-    A matrix with one scale has one maximum. If tensor ranks hold parts of the rows (or columns) that have
-    scales of their own, these have one each. All are reduced together over the tensor axis. With ZeRO-3 the
-    maximum of a matrix with one scale comes from the slices, by a second small reduction over their ranks, if
-    the tensor ranks must agree on it or matrices are gathered in 8 bits. In other cases products compute it
-    from gathered weights.
+    A matrix with one scale has one maximum. If each row (or column) has a scale, and tensor ranks hold parts
+    of the rows (or columns), there is one maximum for each of them. All are reduced together over the tensor
+    axis. With ZeRO-3 the maximum of a matrix with one scale comes from the slices, by a second small
+    reduction over their ranks, if the tensor ranks must agree on it or matrices are gathered in 8 bits. In
+    other cases products compute it from gathered weights.
 
     Args:
         products: 8-bit products of the model. Those with delayed scales need no maxima.

@@ -112,7 +112,7 @@ class MetaMode(TorchDispatchMode):
 
 
 class HostDeviceMode(TorchFunctionMode):
-    """Function mode in which tensors say that they are on a CPU.
+    """Function mode in which the device of all tensors reads as a CPU.
 
     Users' code often has a branch for CPUs and hardly ever one for "meta".
     """

@@ -9,8 +9,8 @@ The results return the same way. With 2 expert ranks, 2 experts and 1 choice per
     rank 1: tokens d e, chosen experts 0 1       sends d to rank 0, e to rank 1
     rank 0 computes expert 0 of b d, rank 1 computes expert 1 of a c e
 
-Both exchanges overlap with other work: what is between `send` and `receive` in the forward pass, what is
-between their backward passes in the backward pass, and weight gradients.
+Both exchanges overlap with other work: the code between `send` and `receive`, the backward pass of this code,
+and weight gradients.
 """
 
 from __future__ import annotations
