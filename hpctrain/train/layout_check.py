@@ -12,10 +12,12 @@ import torch
 from hpctrain.comm.call_check import MismatchError
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
+from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
+from hpctrain.model.modules.causal_model import model_title
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted, fitted
 from hpctrain.train.automatic_layout import choose_layout
@@ -138,10 +140,12 @@ def _describe_model(small: Deck) -> str:
     """Return a line about the model that is compared."""
     model = small.model
     if model.module is not None:
-        name = model.module.rpartition("/")[2]
         given = ", ".join(f"{key} = {value}" for key, value in (model.arguments or {}).items())
+        title = f"{model.module.rpartition('/')[2]}({given})"
+        if model.module == CAUSAL_MODEL and model.arguments:
+            title = f"{model_title(model.arguments)} of transformers"
         own = "the first step also with its own code in plain PyTorch"
-        return f"Two steps of {name}({given}) in fp64, compared with one rank, {own}:"
+        return f"Two steps of {title} in fp64, compared with one rank, {own}:"
     what = f"{counted(model.layers, 'layer')}, hidden {model.hidden}, vocabulary {model.vocabulary}"
     return f"Two steps of a small version of the model ({what}) in fp32, compared with one rank:"
 

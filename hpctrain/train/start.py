@@ -52,12 +52,12 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     if shape.vocabulary > source.vocabulary:
         sentence += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
     if shape.experts is not None and source.experts is None:
-        sentence += f", its feed-forward layers copied to {shape.experts.count} experts, routers new"
+        sentence += f", its feed-forward layers copied to {shape.experts.count} experts, with new routers"
     if shape.head != source.head:
         sentence += ", with a new head for scores"
     sentence += _modules_note(shape, source)
     if shape.adapters is not None:
-        sentence += ", with its adapters" if source.adapters is not None else ", adapters new"
+        sentence += ", with its adapters" if source.adapters is not None else ", with new adapters"
     if shape.positions == "learned" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence
@@ -82,7 +82,7 @@ def _modules_note(shape: ModelShape, source: ModelShape) -> str:
     """Return what the message about the initial weights says of modules of multi-token prediction."""
     number = source.mtp_layers
     if shape.mtp_layers > number:
-        return f", {counted(shape.mtp_layers - number, 'module')} of multi-token prediction new"
+        return f", with {counted(shape.mtp_layers - number, 'new module')} of multi-token prediction"
     if shape.mtp_layers == number:
         return ""
     omitted = counted(number - shape.mtp_layers, "module")

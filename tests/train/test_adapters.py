@@ -88,7 +88,7 @@ def test_a_run_of_adapters_goes_on_on_any_layout(world: World, mpi_tmp_path: Pat
 
     assert run_deck(world, deck, [*keys, f"run.dir={folder}/on", f"model.from={half}", "run.steps=1"]) == 0
     assert losses(folder / "on")[0] != losses(folder / "run")[0]
-    for folder_name, how in (("run", "adapters new"), ("on", "with its adapters")):
+    for folder_name, how in (("run", "with new adapters"), ("on", "with its adapters")):
         if world.rank == 0:
             assert how in (folder / folder_name / "log.txt").read_text()
     others = {

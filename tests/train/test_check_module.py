@@ -14,8 +14,9 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.train.layout_check import check
+from hpctrain.train.layout_check import _describe_model, check
 from hpctrain.train.layout_verification import verify_layout
+from tests.causal_models import deck_of, tiny_model
 
 MODULES = Path(__file__).with_name("wrong_modules.py")
 DECK = """
@@ -137,3 +138,10 @@ def test_a_module_that_is_too_large_asks_for_smaller_arguments(
     monkeypatch.setattr("hpctrain.train.scaled_down_deck._MOST_PARAMETERS", 1000)
     with pytest.raises(HpctrainError, match=r"has 1\.6K parameters.*the table \[model\.miniature\]"):
         told(world, mpi_tmp_path, "Right")
+
+
+def test_a_model_of_transformers_is_named_by_its_class(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tiny_model("bloom").save_pretrained(tmp_path / "bloom")  # type: ignore[operator]
+    line = _describe_model(deck_of(tmp_path / "bloom"))
+    assert line.startswith("Two steps of BloomForCausalLM of transformers in fp64, compared with one rank, ")

@@ -286,7 +286,7 @@ def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tm
     [
         (0, ", without 1 module of multi-token prediction (model.mtp_layers = 1 trains it)"),
         (1, ""),
-        (3, ", 2 modules of multi-token prediction new"),
+        (3, ", with 2 new modules of multi-token prediction"),
     ],
 )
 def test_a_start_says_which_modules_of_the_source_are_left_out(

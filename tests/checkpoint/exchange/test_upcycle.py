@@ -85,7 +85,7 @@ def test_the_first_logits_are_those_of_the_dense_model(
     )
     engine = build_engine(deck, world, make_mesh(deck, world))
     told = start_from_source(deck, engine)
-    assert told.endswith(", its feed-forward layers copied to 4 experts, routers new")
+    assert told.endswith(", its feed-forward layers copied to 4 experts, with new routers")
     routers = [
         segment.view(bucket.gather_owned(bucket.owned_values))
         for bucket in engine.stage.buckets
