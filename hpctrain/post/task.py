@@ -37,6 +37,7 @@ from hpctrain.report.terminal import columns
 from hpctrain.text import counted, escaped, fitted
 from hpctrain.train.evaluate import known_tokenizer, step_clause
 from hpctrain.train.inference_engine import load_inference_engine
+from hpctrain.train.startup import configure_rank
 from hpctrain.train.step import Step
 from hpctrain.train.token_scores import log_probabilities_of
 from hpctrain.watch.checkpoint_target import find_checkpoint
@@ -157,9 +158,7 @@ def evaluate_task(
             number: ChoiceRows(rows, tokenizer, length, f"--task {files[number]}")
             for number, rows in choice_tasks.items()
         }
-    world.use_device(deck.run.device, deck.machine.deterministic)
-    torch.set_num_threads(deck.run.threads)
-    world.hang.set_limit(deck.stability.hang_seconds)
+    configure_rank(world, deck)
     metrics, layout = dict[int, dict[str, Any]](), ""
     if sources:
         engine = load_inference_engine(path, deck, world)

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.load import read_state
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
@@ -28,12 +26,14 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import PREFERENCE_KINDS, REFERENCE_KINDS
+from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
 from hpctrain.text import escaped, fitted
 from hpctrain.train.inference_engine import initial_engine, load_inference_engine
 from hpctrain.train.reference_scores import with_reference_of
+from hpctrain.train.startup import configure_rank
 from hpctrain.train.step import Step
 from hpctrain.units import format_count
 from hpctrain.watch.checkpoint_target import find_checkpoint
@@ -82,63 +82,72 @@ def evaluate(
             the evaluation starts.
         InputOutputError: A file cannot be read. Raised likewise.
     """
-    files, sequences = data.files, data.sequences
     with world.agreement():
-        if sequences is not None and sequences < 1:
-            raise HpctrainError(f"--sequences {sequences}: must be at least 1")
-        if len(set(files)) < len(files):
+        if data.sequences is not None and data.sequences < 1:
+            raise HpctrainError(f"--sequences {data.sequences}: must be at least 1")
+        if len(set(data.files)) < len(data.files):
             raise HpctrainError("--tokens: a file is named twice")
     path = find_checkpoint(world, target)
     state = read_state(path, world.everyone)
     world.ledger.activity = "opening the token files"
     with world.agreement():
-        opened = [TokenFile(path, "--tokens") for path in files]
-        pairs = [file for file in opened if file.kind == PREFERENCES]
-        deck = evaluation_deck(state, path, overrides, world.size, pairs=bool(pairs))
-        if deck.objective.kind in REFERENCE_KINDS and len(pairs) < len(opened):
-            raise HpctrainError(
-                f"{pairs[0].where}: holds preferences, whose loss cannot be compared with that of other "
-                "files (evaluate them separately)"
-            )
+        token_files = [TokenFile(path, "--tokens") for path in data.files]
+        deck = _evaluation_deck(state, path, token_files, overrides, world.size)
         tokenizer = known_tokenizer(state, path)
-        if deck.objective.kind in PREFERENCE_KINDS and sequences is not None and sequences % 2:
+        if deck.objective.kind in PREFERENCE_KINDS and data.sequences is not None and data.sequences % 2:
             raise HpctrainError(
-                f"--sequences {sequences}: must be even, as a pair of answers is two sequences"
+                f"--sequences {data.sequences}: must be even, as a pair of answers is two sequences"
             )
-        sets = _sets(deck, opened, sequences, tokenizer.text)
-    require_same_tokens(world, opened)
-    torch.set_num_threads(deck.run.threads)
-    world.hang.set_limit(deck.stability.hang_seconds)
-    world.use_device(deck.run.device, deck.machine.deterministic)
-    counted = [with_token_counts(deck, world, each, tokenizer) for each in sets]
+        sets = _sets(deck, token_files, data.sequences, tokenizer.text)
+    require_same_tokens(world, token_files)
+    configure_rank(world, deck)
+    sets = [with_token_counts(deck, world, each, tokenizer) for each in sets]
     reference: Step | None = None
     if deck.objective.kind in REFERENCE_KINDS:
-        initial = initial_engine(path, state, deck, world)
-        reference = Step(initial, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
-    engine = load_inference_engine(path, deck, world)
+        reference = _forward_step(initial_engine(path, state, deck, world), sets[0].batches, deck)
+    step = _forward_step(load_inference_engine(path, deck, world), sets[0].batches, deck)
     world.ledger.activity = "evaluating"
-    step = Step(engine, sets[0].batches, deck.batch.micro_size, 0.0, deck.run.seed)
     rows: list[dict[str, Any]] = []
-    for file, each in zip(files, counted, strict=True):
+    for file, held_out in zip(data.files, sets, strict=True):
         report = partial(_report_progress, say if world.rank == 0 else lambda _: None, file)
         # A module's own loss may count nothing in a part.
-        metrics = mean_metrics(step, each, deck.model.loss is None, report, reference)
-        row = {"tokens": str(file), "sequences": each.sequences}
-        row |= {} if deck.objective.kind in PREFERENCE_KINDS else {"predicted": each.tokens}
-        rows.append(row | each.metrics(**metrics))
+        metrics = mean_metrics(step, held_out, deck.model.loss is None, report, reference)
+        row = {"tokens": str(file), "sequences": held_out.sequences}
+        row |= {} if deck.objective.kind in PREFERENCE_KINDS else {"predicted": held_out.tokens}
+        rows.append(row | held_out.metrics(**metrics))
     if world.rank == 0:
+        mesh_sizes = step.engine.mesh.sizes
         facts = {
             "checkpoint": str(path),
             "step": state.get("step"),
             "ranks": world.size,
-            "layout": {**engine.mesh.sizes, "zero": deck.layout.zero},
+            "layout": {**mesh_sizes, "zero": deck.layout.zero},
             "evaluations": rows,
         }
-        where = f"{path}{step_clause(state)}, on {sizes_text(engine.mesh.sizes)}"
+        where = f"{path}{step_clause(state)}, on {sizes_text(mesh_sizes)}"
         if reference is not None:
             facts["reference"] = deck.model.source or f"run.seed = {deck.run.seed}"
             where += f", against the model of {facts['reference']}"
         show(strict_json(facts, indent=1) if as_json else "\n".join([*_table(rows), "", escaped(where)]))
+
+
+def _evaluation_deck(
+    state: Mapping[str, Any], path: Path, files: Sequence[TokenFile], overrides: Sequence[str], ranks: int
+) -> Deck:
+    """Return the deck of a checkpoint for these files; raise HpctrainError if they have different losses."""
+    pairs = [file for file in files if file.kind == PREFERENCES]
+    deck = evaluation_deck(state, path, overrides, ranks, pairs=bool(pairs))
+    if deck.objective.kind in REFERENCE_KINDS and len(pairs) < len(files):
+        raise HpctrainError(
+            f"{pairs[0].where}: holds preferences, whose loss cannot be compared with that of other "
+            "files (evaluate them separately)"
+        )
+    return deck
+
+
+def _forward_step(engine: Engine, batches: Batches, deck: Deck) -> Step:
+    """Return a step that only evaluates a model."""
+    return Step(engine, batches, deck.batch.micro_size, 0.0, deck.run.seed)
 
 
 def step_clause(state: Mapping[str, Any]) -> str:
@@ -166,20 +175,20 @@ def mean_metrics(
     most = MICRO_BATCHES * step.micro_size * step.engine.mesh.size("data")
     if not in_parts:
         most = held_out.sequences
-    totals, metrics, count = dict[str, float](), dict[str, float](), 0.0
+    totals, metrics, denominator = dict[str, float](), dict[str, float](), 0.0
     for first in range(0, held_out.sequences, most):
         size = min(most, held_out.sequences - first)
         part = Batches(SampleWindow(batches.source, first, size), 0)
         if reference is not None:
             part = with_reference_of(reference, part)
-        metrics, _, counted = step.evaluate_with_counts(part, size)
-        if counted:
-            totals = {name: totals.get(name, 0.0) + value * counted for name, value in metrics.items()}
-        count += counted
+        metrics, _, items = step.evaluate_with_counts(part, size)
+        if items:
+            totals = {name: totals.get(name, 0.0) + value * items for name, value in metrics.items()}
+        denominator += items
         if time.monotonic() - last_report > SECONDS_PER_LINE:
             last_report = time.monotonic()
             say(first + size, held_out.sequences)
-    means = {name: total / count for name, total in totals.items()} if count else metrics
+    means = {name: total / denominator for name, total in totals.items()} if denominator else metrics
     return {name: mean for name, mean in means.items() if name not in step.engine.auxiliary_loss_names}
 
 
@@ -214,7 +223,7 @@ def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokeniz
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    titles = _OF_TEXT if "predicted" in rows[0] else _OF_PAIRS
+    titles = _TEXT_COLUMNS if "predicted" in rows[0] else _PAIR_COLUMNS
     cells: list[tuple[str, ...]] = [("token file", "sequences", *titles.values())]
     for row in rows:
         values = (_cell(name, row.get(name)) for name in titles)
@@ -222,13 +231,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return fitted(cells, (0,), columns())
 
 
-_OF_TEXT = {
+_TEXT_COLUMNS = {
     "predicted": "target tokens",
     "loss": "loss",
     "perplexity": "perplexity",
     "bits_per_byte": "bits/byte",
 }
-_OF_PAIRS = {name: name for name in ("loss", "accuracy", "margin", "chosen", "rejected")}
+_PAIR_COLUMNS = {name: name for name in ("loss", "accuracy", "margin", "chosen", "rejected")}
 
 
 def _cell(name: str, value: float | None) -> str:

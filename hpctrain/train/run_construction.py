@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.data.held_out import HeldOut, open_held_out
@@ -29,7 +27,7 @@ from hpctrain.train.routing import RoutingRecorder, read_routing_file
 from hpctrain.train.server.server_checkpoints import ServedCheckpoints
 from hpctrain.train.server.server_trainer import ServedTrainer
 from hpctrain.train.start import source_notes, start_from_source
-from hpctrain.train.startup import RunFolder
+from hpctrain.train.startup import RunFolder, configure_rank
 from hpctrain.train.step import TrainState
 from hpctrain.train.step_seconds import plan_seconds
 from hpctrain.train.time_limit import TimeLimit
@@ -105,9 +103,7 @@ def open_run(
             ranks.
     """
     time_limit = TimeLimit.find(deck, os.environ, time.monotonic())
-    torch.set_num_threads(deck.run.threads)
-    world.hang.set_limit(deck.stability.hang_seconds)
-    world.use_device(deck.run.device, deck.machine.deterministic)
+    configure_rank(world, deck)
     world.compare_calls(deck.communication.check)
     corpus = open_corpus(deck, world)
     deck = resolve_vocabulary(deck, corpus)

@@ -107,6 +107,13 @@ def read_deck_on_all_ranks(
         return deck
 
 
+def configure_rank(world: World, deck: Deck) -> None:
+    """Set the number of threads, the time limit of the watchdog and the device, as the deck says."""
+    torch.set_num_threads(deck.run.threads)
+    world.hang.set_limit(deck.stability.hang_seconds)
+    world.use_device(deck.run.device, deck.machine.deterministic)
+
+
 def check_nodes(world: World) -> None:
     """Check that all nodes have the same number of ranks. Collective.
 
