@@ -126,7 +126,8 @@ class MixtureFiles:
     """Mixtures of experts in the files of a model type, where they differ from Qwen3-MoE.
 
     Attributes:
-        sizes: Keys of a config.json and their defaults, by the key of [model.experts].
+        sizes: Keys of a config.json and their defaults, by the key of [model.experts]. "per_token" is 0 if
+            there is no default.
         constants: Keys of [model.experts] with one value in all models, beside defaults of the family.
         layers: Names of layers, each followed by those of native layers, like `ModelType.layers`.
         gate_up: Names of the layers of an expert that compute gate and up, or of one tensor of all experts.

@@ -23,7 +23,7 @@ def deepseek_mixture(*defaults: int, **further: Any) -> MixtureFiles:
     """Return the mixtures in files of DeepSeek, and of models with the same names.
 
     Args:
-        defaults: Default of each size, in the order of `names`.
+        defaults: Default of each size, in the order of `names`; 0 experts per token for no default.
         further: Further fields of the result.
     """
     names = {
@@ -63,7 +63,7 @@ _DEEPSEEK_V2 = ModelType(
     heads_divide_hidden=True,
     latent=_LATENT,
     mixture=deepseek_mixture(
-        *(64, 6, 1407, 2, 0, 1, 1),
+        *(64, 0, 1407, 2, 0, 1, 1),
         scale=1.0,
         group_method=("topk_method", "greedy", "group_limited_greedy"),
     ),

@@ -119,7 +119,7 @@ _DOTS1 = ModelType(
     key_value_heads=32,
     windows=WindowKeys(4096, has_layer_types=True, first_full=62),
     mixture=deepseek_mixture(
-        *(1, 1, 1408, 0, 0, 1, 1),
+        *(1, 0, 1408, 0, 0, 1, 1),
         normalizes=False,
         scale=1.0,
         constants={"router": "sigmoid", "balance": "bias"},

@@ -131,6 +131,7 @@ def test_the_key_that_switches_tensors_on_is_named(
         ("olmo2", "hidden_size", 18, "must result in an even head size, where hidden_size = 18"),
         ("deepseek-v2", "num_experts_per_tok", 6, "num_experts_per_tok = 6 of n_routed_experts = 6 experts"),
         ("deepseek-v2", "num_hidden_layers", 1, "leaves no layer with experts, where num_hidden_layers = 1"),
+        ("llama-mixtral", "num_experts_per_tok", None, "num_experts_per_tok = None: must be the number of"),
         ("llama-qwen3-moe", "num_local_experts", 0, ": num_local_experts = 0: must be a whole number"),
         ("llama-qwen2-moe-listed", "num_hidden_layers", 1, "from 0 to 0, where num_hidden_layers = 1"),
     ],

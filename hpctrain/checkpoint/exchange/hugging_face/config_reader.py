@@ -431,6 +431,9 @@ class _ConfigReader:
         fields_read: dict[str, Any] = {}
         for own, (key, default) in mixture.sizes.items():
             fields_read[own] = self.size(key, default, 0 if own in {"shared", "dense_first"} else 1)
+        key, default = mixture.sizes["per_token"]
+        if self.config.get(key, default or None) is None:
+            self.problem(key, None, "must be the number of experts that compute each token")
         fields_read.setdefault("mlp", sizes["mlp"])
         if mixture.normalizes is not None:
             fields_read["router_normalize"] = self.flag("norm_topk_prob", mixture.normalizes)

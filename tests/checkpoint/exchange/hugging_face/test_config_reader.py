@@ -30,6 +30,7 @@ def test_each_wrong_size_has_one_message(name: str) -> None:
     files = ARCHITECTURES[name].files
     config = {
         "architectures": [name],
+        "num_experts_per_tok": 1,
         files.config_sizes["layers"][0]: LAYERS,
         **lists_of_layers(files),
     }
@@ -61,7 +62,7 @@ WITH_TENSORS = {
 def test_keys_that_only_other_architectures_have_are_refused(name: str) -> None:
     files = ARCHITECTURES[name].files
     assert {key.name for key in files.keys} <= NEUTRAL_VALUES.keys() | WITH_TENSORS
-    config = {"architectures": [name]}
+    config = {"architectures": [name], "num_experts_per_tok": 1}
     others = NEUTRAL_VALUES.keys() - ARCHITECTURES[name].computation_keys
     assert len(others) >= len(NEUTRAL_VALUES) - 11
     plain = shape_of(config, "config.json")
