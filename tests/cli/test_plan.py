@@ -162,9 +162,9 @@ def test_programmes_that_do_not_fit_are_no_user_s_mistake(
         programmes = list(job.programmes)
         *_, last = _sends(programmes[first])
         programmes[first] = tuple(
-            replace(e, of=e.of - (e.of > last))
+            replace(e, call_index=e.call_index - (e.call_index > last))
             for n, e in enumerate(programmes[first])
-            if last not in {n, e.of}
+            if last not in {n, e.call_index}
         )
         return match_programmes(StepProgrammes(programmes, job.programme_of, job.groups, job.place))
 

@@ -60,7 +60,7 @@ class AuditMessages:
             message.operation,
             AUDIT + self._communicator(message.group),
             CHECKSUM_BYTES,
-            message.step,
+            message.offset,
             message.tag,
             what="checksum",
             format="int32",

@@ -51,7 +51,7 @@ class BucketShares:
             stops = [segment.start + segment.length for segment in layout.segments]
             for stop in (*stops[:: max(1, len(stops) // ENDS_OF_BUCKET)], stops[-1]):
                 place = np.searchsorted(layout.borders, stop - 1, side="right") - 1
-                yield int(groups.of(rank)[place])
+                yield int(groups.group_of(rank)[place])
 
 
 def _blocks(layout: BucketLayout) -> list[frozenset[tuple[tuple[int, ...], int]]]:

@@ -109,7 +109,7 @@ class Recorder:
 
     def wait(self, index: int) -> None:
         """Add the wait for an event."""
-        self.events.append(RehearsedCall(WAIT, of=index, action=self.action))
+        self.events.append(RehearsedCall(WAIT, call_index=index, action=self.action))
 
     def name(self, group: Group, name: str) -> None:
         """Set the name of a group in programmes."""

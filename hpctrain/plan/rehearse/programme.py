@@ -29,13 +29,13 @@ class RehearsedCall:
         operation: Name of the operation.
         group: Name of the group.
         bytes: Payload of this rank.
-        step: Distance in the group, modulo its size, from this rank to the peer of a message.
+        offset: Distance in the group, modulo its size, from this rank to the peer of a message.
         tag: Tag of a message.
         what: Content of a message; for a collective, what all members must agree on besides bytes and format.
         format: dtype of the elements.
         blocking: True if the rank waits for the call at once.
         action: Action of the schedule to which the event belongs.
-        of: For a wait, the index in the programme of the event that it waits for.
+        call_index: For a wait, the index in the programme of the call that it waits for.
         sent: Elements sent to each rank of the group, if the pieces of an exchange may differ; `bytes` of
             ranks may then differ, too.
         received: Elements received from each rank of the group, as `sent`.
@@ -44,13 +44,13 @@ class RehearsedCall:
     operation: str
     group: str = ""
     bytes: int = 0
-    step: int = 0
+    offset: int = 0
     tag: int = 0
     what: str = ""
     format: str = ""
     blocking: bool = True
     action: str = ""
-    of: int = -1
+    call_index: int = -1
     sent: tuple[int, ...] | None = None
     received: tuple[int, ...] | None = None
 
@@ -105,14 +105,14 @@ class Membership:
         """Number of ranks of each group."""
         return int(self.rows.shape[1])
 
-    def of(self, rank: int) -> Numbers:
+    def group_of(self, rank: int) -> Numbers:
         """Return the ranks of the group of a rank."""
         row: Numbers = self.rows[self.row_of[rank]]
         return row
 
-    def peers(self, ranks: Numbers, step: int) -> Numbers:
-        """Return, for each of these ranks, the rank `step` places further in its group, [ranks]."""
-        peers: Numbers = self.rows[self.row_of[ranks], (self.place_of[ranks] + step) % self.size]
+    def peers(self, ranks: Numbers, offset: int) -> Numbers:
+        """Return, for each of these ranks, the rank `offset` places further in its group, [ranks]."""
+        peers: Numbers = self.rows[self.row_of[ranks], (self.place_of[ranks] + offset) % self.size]
         return peers
 
 
@@ -138,6 +138,6 @@ class StepProgrammes:
         return len(self.programme_of)
 
     @cached_property
-    def used(self) -> list[set[tuple[str, int]]]:
-        """Groups that each programme uses, with the step to each peer, which is 0 for collectives."""
-        return [{(e.group, e.step) for e in events if e.operation != WAIT} for events in self.programmes]
+    def used_groups(self) -> list[set[tuple[str, int]]]:
+        """Groups that each programme uses, with the offset of each peer, which is 0 for collectives."""
+        return [{(e.group, e.offset) for e in events if e.operation != WAIT} for events in self.programmes]

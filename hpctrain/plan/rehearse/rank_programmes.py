@@ -116,7 +116,9 @@ class RankProgrammes:
         """Return a `programme` after the creation of all communicators."""
         events = self.programme(stage, place, signature)
         creations = self._step(stage, place, signature).recorder.creations
-        shifted = (replace(e, of=e.of + len(creations)) if e.operation == WAIT else e for e in events)
+        shifted = (
+            replace(e, call_index=e.call_index + len(creations)) if e.operation == WAIT else e for e in events
+        )
         return (*creations, *shifted)
 
     def groups(self) -> dict[str, Membership]:
@@ -129,7 +131,7 @@ class RankProgrammes:
             for named in step.recorder.groups.values():
                 if named.name not in groups:
                     groups[named.name] = membership(named.name, self.sizes)
-                members = tuple(groups[named.name].of(named.ranks[named.rank]).tolist())
+                members = tuple(groups[named.name].group_of(named.ranks[named.rank]).tolist())
                 assert members == named.ranks, named
         if self.deck.stability.corruption != "off":
             groups |= {AUDIT + name: group for name, group in groups.items()}

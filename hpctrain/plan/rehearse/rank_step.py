@@ -227,7 +227,7 @@ class RankStep:
         }
         for place, event in enumerate(recorder.events[first:], first):
             if event.operation == RECEIVE and event.group == "pipeline":
-                sent = next(orders[event.step])
+                sent = next(orders[event.offset])
                 what = message_name("F" if sent.kind == "F" else "B", sent.micro_batch, sent.chunk)
                 recorder.events[place] = replace(event, what=what)
 

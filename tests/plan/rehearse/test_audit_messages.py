@@ -21,9 +21,9 @@ def without(events: Programme, is_left_out: Callable[[RehearsedCall], bool]) -> 
     """Return a programme without the first event of a kind, and without the wait for it."""
     place = next(index for index, event in enumerate(events) if is_left_out(event))
     return tuple(
-        replace(event, of=event.of - (event.of > place))
+        replace(event, call_index=event.call_index - (event.call_index > place))
         for index, event in enumerate(events)
-        if index != place and event.of != place
+        if index != place and event.call_index != place
     )
 
 
@@ -76,4 +76,6 @@ def test_a_rank_that_checks_another_number_of_calls() -> None:
     ]
     (fault,) = match_programmes(replace(job, programmes=programmes)).faults
     assert (fault.kind, fault.rank) == ("other operation", 3)
-    assert all(event.of < len(events) for events in programmes for event in events if event.operation == WAIT)
+    assert all(
+        event.call_index < len(events) for events in programmes for event in events if event.operation == WAIT
+    )

@@ -121,9 +121,11 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     events = list(job.programmes[job.programme_of[rank]])
     sent = [index for index, event in enumerate(events) if event.operation == SEND][2]
     kept = [
-        event if event.of < sent else event.__class__("wait", of=event.of - 1, action=event.action)
+        event
+        if event.call_index < sent
+        else event.__class__("wait", call_index=event.call_index - 1, action=event.action)
         for index, event in enumerate(events)
-        if index != sent and event.of != sent
+        if index != sent and event.call_index != sent
     ]
     programme_of = job.programme_of.copy()
     programme_of[rank] = len(job.programmes)

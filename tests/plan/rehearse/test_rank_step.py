@@ -69,9 +69,9 @@ def planned(programme: Programme) -> list[Told]:
         return "world" if group == "agreements" else across or whole.partition("/")[0]
 
     return [
-        (e.operation, name(e.group), e.bytes, e.step, e.format, e.blocking)
+        (e.operation, name(e.group), e.bytes, e.offset, e.format, e.blocking)
         if e.operation != WAIT
-        else (WAIT, "", e.of, 0, "", True)
+        else (WAIT, "", e.call_index, 0, "", True)
         for e in programme
     ]
 

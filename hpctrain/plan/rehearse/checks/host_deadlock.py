@@ -129,7 +129,7 @@ class _ProgrammeRun:
         state, event = self.states[number], self.states[number].current
         assert event is not None
         waiting = "the wait for " if event.operation == WAIT else ""
-        meant = state.events[event.of] if event.operation == WAIT else event
+        meant = state.events[event.call_index] if event.operation == WAIT else event
         if meant.is_message:
             way, verb = ("to", "send") if meant.operation == SEND else ("from", "receive")
             peer = self.job.place(self.relations.peer_rank(number, meant))
@@ -137,15 +137,15 @@ class _ProgrammeRun:
         return f"{waiting}{meant} along {meant.group}, call {state.numbers[self._index(state, event)]} there"
 
     def _index(self, state: _State, event: RehearsedCall) -> int:
-        return event.of if event.operation == WAIT else state.at
+        return event.call_index if event.operation == WAIT else state.at
 
     def _start(self, number: int, event: RehearsedCall) -> Iterator[int]:
         """Begin an event, and yield the classes that may advance because of it."""
         state = self.states[number]
         if event.operation == WAIT:
-            meant = state.events[event.of]
+            meant = state.events[event.call_index]
             if meant.is_collective:
-                state.waited.add((meant.group, state.numbers[event.of]))
+                state.waited.add((meant.group, state.numbers[event.call_index]))
             # A wait advances all started calls of these ranks.
             for group in state.begun:
                 yield from self.relations.members(number, group)
@@ -162,7 +162,7 @@ class _ProgrammeRun:
         """Yield the classes that an event still needs in order to complete."""
         state = self.states[number]
         if event.operation == WAIT:
-            meant, place = state.events[event.of], state.numbers[event.of]
+            meant, place = state.events[event.call_index], state.numbers[event.call_index]
             if meant.is_message:
                 yield from self._unposted(number, meant, place)
                 return
@@ -194,13 +194,13 @@ class _ProgrammeRun:
         peer = self.relations.peer(number, event)
         other = RECEIVE if event.operation == SEND else SEND
         size = self.job.groups[event.group].size
-        back = (event.group, -event.step % size, event.tag)
+        back = (event.group, -event.offset % size, event.tag)
         if self.states[peer].posted[other, back] < place:
             yield peer
 
 
 def _channel(event: RehearsedCall) -> Channel:
-    return event.group, event.step, event.tag
+    return event.group, event.offset, event.tag
 
 
 def _numbers(events: Programme) -> list[int]:

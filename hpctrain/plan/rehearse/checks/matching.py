@@ -123,7 +123,7 @@ def _channels(programme: Sequence[RehearsedCall], operation: str) -> dict[Channe
     by_channel: defaultdict[Channel, list[RehearsedCall]] = defaultdict(list)
     for event in programme:
         if event.operation == operation:
-            by_channel[event.group, event.step, event.tag].append(event)
+            by_channel[event.group, event.offset, event.tag].append(event)
     return by_channel
 
 

@@ -42,15 +42,15 @@ def find_classes(job: StepProgrammes) -> RankClasses:
     of_rank = np.unique(job.programme_of, return_inverse=True)[1].reshape(-1)
     while True:
         keys = [of_rank]
-        for group, step in sorted(set().union(*job.used)):
+        for group, offset in sorted(set().union(*job.used_groups)):
             membership = job.groups[group]
-            using = np.array([(group, step) in used for used in job.used])[job.programme_of]
+            using = np.array([(group, offset) in used for used in job.used_groups])[job.programme_of]
             absent = using & (membership.row_of < 0)
             assert not absent.any(), f"rank {int(absent.argmax())} is in no group {group}"
             key = np.full(job.ranks, -1, dtype=np.int64)
             here = np.flatnonzero(using)
-            if step:
-                key[here] = of_rank[membership.peers(here, step)]
+            if offset:
+                key[here] = of_rank[membership.peers(here, offset)]
             else:
                 kinds = np.sort(of_rank[membership.rows], axis=1)
                 of_row = np.unique(kinds, axis=0, return_inverse=True)[1].reshape(-1)
@@ -81,16 +81,16 @@ class ClassRelations:
         """Return the numbers of the classes in the groups of class `number`, in rising order."""
         key = number, group
         if key not in self._members:
-            ranks = self._job.groups[group].of(self._classes.firsts[number])
+            ranks = self._job.groups[group].group_of(self._classes.firsts[number])
             self._members[key] = np.unique(self._classes.of_rank[ranks]).tolist()
         return self._members[key]
 
     def peer_rank(self, number: int, message: RehearsedCall) -> int:
         """Return the rank that exchanges a message with the first rank of class `number`."""
-        key = number, message.group, message.step
+        key = number, message.group, message.offset
         if key not in self._peers:
             first = np.array([self._classes.firsts[number]])
-            self._peers[key] = int(self._job.groups[message.group].peers(first, message.step)[0])
+            self._peers[key] = int(self._job.groups[message.group].peers(first, message.offset)[0])
         return self._peers[key]
 
     def peer(self, number: int, message: RehearsedCall) -> int:

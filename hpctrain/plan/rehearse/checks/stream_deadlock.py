@@ -95,7 +95,7 @@ class _ClassState:
                 self.queues[stream].append(index)
             self.numbers.append(counts[counter_of(event)])
             if event.operation == WAIT or event.blocking:
-                self._waits.append(event.of if event.operation == WAIT else index)
+                self._waits.append(event.call_index if event.operation == WAIT else index)
         self._heads = dict.fromkeys(self.queues, 0)
 
     @property
@@ -174,10 +174,10 @@ class _StreamRun:
         if event.operation == WAIT:
             return None
         if event.is_message and event.group.startswith(AUDIT):  # MPI carries it
-            return event.group, event.operation, event.step
+            return event.group, event.operation, event.offset
         has_channels = tuple(event.group.split(" x ")) in POINT_TO_POINT_AXES
-        if event.is_message and has_channels and event.step in {1, self.job.groups[event.group].size - 1}:
-            return event.group, event.operation, event.step
+        if event.is_message and has_channels and event.offset in {1, self.job.groups[event.group].size - 1}:
+            return event.group, event.operation, event.offset
         return event.group
 
     def _has_partners(self, number: int, index: int) -> bool:
@@ -187,7 +187,7 @@ class _StreamRun:
         if event.is_message:
             size = self.job.groups[event.group].size
             other = RECEIVE if event.operation == SEND else SEND
-            partner = other, event.group, -event.step % size
+            partner = other, event.group, -event.offset % size
             return self.states[self.relations.peer(number, event)].started[partner] >= place
         counter = counter_of(event)
         members = self.relations.members(number, event.group)
@@ -196,4 +196,4 @@ class _StreamRun:
 
 def counter_of(event: RehearsedCall) -> _Counter:
     """Return what the event is counted by: collectives by group, messages by operation, group and step."""
-    return (event.operation, event.group, event.step) if event.is_message else ("", event.group, 0)
+    return (event.operation, event.group, event.offset) if event.is_message else ("", event.group, 0)

@@ -51,7 +51,7 @@ def total(size: int = 8, group: str = "all", blocking: bool = True, action: str 
 
 
 def wait(index: int) -> RehearsedCall:
-    return RehearsedCall(WAIT, of=index)
+    return RehearsedCall(WAIT, call_index=index)
 
 
 def kinds(job: StepProgrammes) -> list[str]:
@@ -243,16 +243,16 @@ def by_brute_force(programmes: Sequence[Sequence[RehearsedCall]]) -> bool:
         """The events that this one meets; None where one of them is not posted, or another one is."""
         event = programmes[rank][index]
         if event.is_message:
-            peer = (rank + event.step) % ranks
+            peer = (rank + event.offset) % ranks
             number = sum(
-                (e.operation, e.step, e.tag) == (event.operation, event.step, event.tag)
+                (e.operation, e.offset, e.tag) == (event.operation, event.offset, event.tag)
                 for e in programmes[rank][:index]
             )
             other = [
                 i
                 for i, e in enumerate(programmes[peer])
                 if e.is_message and e.operation != event.operation
-                if (peer + e.step) % ranks == rank and e.tag == event.tag
+                if (peer + e.offset) % ranks == rank and e.tag == event.tag
             ]
             return [(peer, other[number])] if number < len(other) and other[number] in posted[peer] else None
         number = sum(e.is_collective and e.group == event.group for e in programmes[rank][:index])
@@ -270,7 +270,7 @@ def by_brute_force(programmes: Sequence[Sequence[RehearsedCall]]) -> bool:
         for rank in range(ranks):
             while at[rank] < len(programmes[rank]):
                 event = programmes[rank][at[rank]]
-                index = event.of if event.operation == WAIT else at[rank]
+                index = event.call_index if event.operation == WAIT else at[rank]
                 if event.operation != WAIT and at[rank] not in posted[rank]:
                     posted[rank].add(at[rank])
                     moved = True
@@ -311,13 +311,14 @@ def mutated(random: random.Random, programmes: list[list[RehearsedCall]]) -> lis
         # Waits are for the same events at their new places.
         places = {index: other, other: index}
         result[rank] = [
-            replace(e, of=places.get(e.of, e.of)) if e.operation == WAIT else e for e in result[rank]
+            replace(e, call_index=places.get(e.call_index, e.call_index)) if e.operation == WAIT else e
+            for e in result[rank]
         ]
     else:
         result[rank] = [
-            replace(e, of=e.of - (e.of > index)) if e.operation == WAIT else e
+            replace(e, call_index=e.call_index - (e.call_index > index)) if e.operation == WAIT else e
             for i, e in enumerate(result[rank])
-            if i != index and not (e.operation == WAIT and e.of == index)
+            if i != index and not (e.operation == WAIT and e.call_index == index)
         ]
     return result
 

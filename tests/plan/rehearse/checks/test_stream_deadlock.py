@@ -66,12 +66,12 @@ def test_receives_are_posted_ahead(schedule: str) -> None:
         most: dict[int, int] = defaultdict(int)
         for index, event in enumerate(programme):
             if event.operation == RECEIVE and event.group == "pipeline":
-                posted[event.step].append(index)
-                most[event.step] = max(most[event.step], len(posted[event.step]))
+                posted[event.offset].append(index)
+                most[event.offset] = max(most[event.offset], len(posted[event.offset]))
             elif event.operation == WAIT:
                 for waiting in posted.values():
-                    if event.of in waiting:
-                        waiting.remove(event.of)
+                    if event.call_index in waiting:
+                        waiting.remove(event.call_index)
         assert set(most.values()) == {2}, schedule  # the next one is posted when one is awaited
 
 
@@ -182,7 +182,10 @@ def test_communicators_are_created_by_all_their_ranks() -> None:
     for name in ("tensor", "data x context/2"):
         place = created.index(name)
         kept = first[:place] + first[place + 1 :]
-        without = [replace(event, of=event.of - 1) if event.operation == WAIT else event for event in kept]
+        without = [
+            replace(event, call_index=event.call_index - 1) if event.operation == WAIT else event
+            for event in kept
+        ]
         (fault,) = match_programmes(
             replace(job, programmes=[tuple(without), *others]), on_streams=True
         ).faults
