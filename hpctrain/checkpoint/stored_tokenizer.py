@@ -22,8 +22,8 @@ def tokenizer_of_state(state: Mapping[str, Any], path: Path) -> Tokenizer | None
     """Return the tokenizer in a checkpoint's state; None if it has none.
 
     Args:
-        state: state of the checkpoint.
-        path: the checkpoint, for messages.
+        state: State of the checkpoint.
+        path: The checkpoint, for messages.
 
     Raises:
         HpctrainError: the stored text is not a usable tokenizer.
@@ -38,7 +38,7 @@ def tokenizer_state(text: str | None, settings: TokenizerSettings) -> dict[str, 
     """Return the entries of a checkpoint's state that store a tokenizer.
 
     Args:
-        text: text of the tokenizer, as `Tokenizer.text`; None without a tokenizer.
-        settings: its settings.
+        text: Text of the tokenizer, as `Tokenizer.text`; None without a tokenizer.
+        settings: Its settings.
     """
     return {TOKENIZER: text, SETTINGS: settings.to_object()}

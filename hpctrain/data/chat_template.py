@@ -73,10 +73,10 @@ class ChatTemplate:
         """Return the template that a user means.
 
         Args:
-            argument: name of a built-in template, a Jinja file, or None for the template of the tokenizer.
-            tokenizer: what the user calls the tokenizer.
-            ends: token that ends a document, which is `eos_token` if the settings name none.
-            settings: settings of the tokenizer; None to read them from its folder.
+            argument: Name of a built-in template, a Jinja file, or None for the template of the tokenizer.
+            tokenizer: What the user calls the tokenizer.
+            ends: Token that ends a document, which is `eos_token` if the settings name none.
+            settings: Settings of the tokenizer; None to read them from its folder.
 
         Raises:
             HpctrainError: there is no such template. Whether it is valid is checked by `process.start`.

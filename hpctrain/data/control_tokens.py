@@ -71,8 +71,8 @@ def hide_control_tokens(content: Content, names: Iterable[str]) -> dict[str, str
     """Rename control tokens in `content` so that no text contains their names.
 
     Args:
-        content: the tokenizer's JSON, which is changed in place; ids stay the same.
-        names: control tokens, each in the vocabulary.
+        content: The tokenizer's JSON, which is changed in place; ids stay the same.
+        names: Control tokens, each in the vocabulary.
 
     Returns:
         The new names by the old ones.
@@ -121,8 +121,8 @@ def mark_lost_text(content: Content, end: str) -> bool:
     encoded as `end`, so an `end` among the tokens of a text shows that the text lost characters.
 
     Args:
-        content: the tokenizer's JSON, which is changed in place.
-        end: name of the control token that ends a document.
+        content: The tokenizer's JSON, which is changed in place.
+        end: Name of the control token that ends a document.
 
     Returns:
         True if the tokenizer would drop characters, so that it now marks them.
@@ -191,9 +191,9 @@ def control_names(content: Content, configured: Iterable[str], end: str) -> list
     """Return the names of all control tokens, sorted by id.
 
     Args:
-        content: the tokenizer's JSON.
-        configured: tokens that the files next to the JSON call special.
-        end: token that ends a document.
+        content: The tokenizer's JSON.
+        configured: Tokens that the files next to the JSON call special.
+        end: Token that ends a document.
     """
     ids = token_ids(content)
     names = {*special_tokens(content), *(name for name in configured if name in ids), end}

@@ -45,13 +45,13 @@ class Tokenizer:
     Attributes:
         text: "bytes" (ids 0-255 are the bytes of UTF-8, 256 ends a document), or the JSON of a `tokenizers`
             tokenizer.
-        settings: settings in the files next to that JSON.
-        vocabulary: size of the vocabulary; all ids are smaller.
-        end_of_document: id that follows every document.
-        control: ids of the control tokens by name; text is never encoded as one of them.
-        ends: ids that end generated text, including `end_of_document`.
-        ignored_settings: settings that `of_files` removed from the JSON, such as "model.dropout = 0.1".
-        unknown: id that replaces text outside the vocabulary; None if the tokenizer has none.
+        settings: Settings in the files next to that JSON.
+        vocabulary: Size of the vocabulary; all ids are smaller.
+        end_of_document: Id that follows every document.
+        control: Ids of the control tokens by name; text is never encoded as one of them.
+        ends: Ids that end generated text, including `end_of_document`.
+        ignored_settings: Settings that `of_files` removed from the JSON, such as "model.dropout = 0.1".
+        unknown: Id that replaces text outside the vocabulary; None if the tokenizer has none.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Tokenizer:
 
         Args:
             text: "bytes" or the JSON, as the attribute `text`.
-            where: beginning of error messages.
-            settings: settings with the id of the token that ends a document. Without an id, as in old files,
+            where: Beginning of error messages.
+            settings: Settings with the id of the token that ends a document. Without an id, as in old files,
                 it is the first name in `END_NAMES` that the vocabulary contains.
 
         Raises:
@@ -112,7 +112,7 @@ class Tokenizer:
 
         Args:
             argument: "bytes", a `tokenizers` JSON file, or a folder with a `tokenizer.json`.
-            end_of_document: name of the token that ends a document; None to take it from the files.
+            end_of_document: Name of the token that ends a document; None to take it from the files.
 
         Raises:
             HpctrainError: there is no usable tokenizer, or the token that ends a document is unknown.
@@ -153,10 +153,10 @@ class Tokenizer:
         Settings that make tokens random, truncated or padded are removed from the JSON.
 
         Args:
-            text: the JSON.
-            settings: settings in the files next to it.
-            where: beginning of error messages.
-            end_of_document: name of the token that ends a document; None to find it in the files.
+            text: The JSON.
+            settings: Settings in the files next to it.
+            where: Beginning of error messages.
+            end_of_document: Name of the token that ends a document; None to find it in the files.
 
         Raises:
             HpctrainError: the token that ends a document is unknown, or the JSON is not a usable tokenizer.
@@ -256,10 +256,10 @@ class GuardedTokenizer:
     """Tokenizer of the `tokenizers` library that never encodes text as a control token.
 
     Attributes:
-        library: the tokenizer, in which the control tokens are renamed.
-        hidden: new names of the control tokens, by their original names.
-        control: ids of the control tokens, by their original names.
-        end_of_document: id of the token that ends a document.
+        library: The tokenizer, in which the control tokens are renamed.
+        hidden: New names of the control tokens, by their original names.
+        control: Ids of the control tokens, by their original names.
+        end_of_document: Id of the token that ends a document.
         marks_lost_text: True if characters outside the vocabulary are encoded as `end_of_document`.
     """
 
@@ -330,9 +330,9 @@ def lost_text(library: Library, text: str, lost: int) -> str:
     """Return an error message about the first character of a text that the vocabulary does not contain.
 
     Args:
-        library: the tokenizer, which encodes such characters as `lost`.
-        text: the text.
-        lost: id that marks them.
+        library: The tokenizer, which encodes such characters as `lost`.
+        text: The text.
+        lost: Id that marks them.
     """
     for character in dict.fromkeys(text):
         if lost in library.encode(character, add_special_tokens=False).ids:

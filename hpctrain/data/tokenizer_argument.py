@@ -16,8 +16,8 @@ def read_tokenizer(argument: str, end_of_document: str | None = None) -> Tokeniz
     """Read the tokenizer that `--tokenizer` names.
 
     Args:
-        argument: an argument of `Tokenizer.from_argument`, or the path of a token file.
-        end_of_document: name of the token that ends a document; None to take it from the tokenizer's files.
+        argument: An argument of `Tokenizer.from_argument`, or the path of a token file.
+        end_of_document: Name of the token that ends a document; None to take it from the tokenizer's files.
 
     Raises:
         HpctrainError: there is no usable tokenizer, or the token that ends a document is unknown.
@@ -37,8 +37,8 @@ def tokenizer_warnings(tokenizer: Tokenizer, argument: str) -> list[str]:
     """Return warnings about settings of a tokenizer's file that are ignored, and about text that it loses.
 
     Args:
-        tokenizer: the tokenizer.
-        argument: the argument that it was read from, for messages.
+        tokenizer: The tokenizer.
+        argument: The argument that it was read from, for messages.
     """
     if tokenizer.text == BYTES:
         return []

@@ -35,11 +35,11 @@ class TokenizerSettings:
     """Settings of a tokenizer and of the model that uses it.
 
     Attributes:
-        files: content of each file of `FILES` that the folder contains, by its name.
-        jinja: text of `chat_template.jinja`; None without such a file.
-        end_of_document: id of the token that ends a document; None if it is unknown.
-        ends: ids that ended a document or an assistant's turn in the training data.
-        context: longest `batch.sequence` of all runs that trained the model, in tokens; 0 if unknown.
+        files: Content of each file of `FILES` that the folder contains, by its name.
+        jinja: Text of `chat_template.jinja`; None without such a file.
+        end_of_document: Id of the token that ends a document; None if it is unknown.
+        ends: Ids that ended a document or an assistant's turn in the training data.
+        context: Longest `batch.sequence` of all runs that trained the model, in tokens; 0 if unknown.
     """
 
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -158,8 +158,8 @@ class TokenizerSettings:
         """Return the settings with another chat template.
 
         Args:
-            text: the chat template.
-            tokens: special tokens that it uses, by role.
+            text: The chat template.
+            tokens: Special tokens that it uses, by role.
         """
         before, files, jinja = self.file(TOKENIZER_CONFIG), dict(self.files), self.jinja
         config = {**before, **{role: t for role, t in tokens.items() if self.special_tokens.get(role) != t}}
@@ -198,7 +198,7 @@ class TokenizerSettings:
         chat template is that of the token file, unless the file contains plain text.
 
         Args:
-            corpus: settings of the token file.
+            corpus: Settings of the token file.
             is_plain_text: True if the token file contains plain text, not conversations, preferences or
                 prompts.
         """

@@ -18,7 +18,7 @@ from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, Reh
 from hpctrain.text import counted
 
 Channel = tuple[str, int, int]
-"""Group, step to the peer, and tag of messages."""
+"""Group, offset of the peer, and tag of messages."""
 
 _RANKS_IN_MESSAGE = 8
 """Number of ranks of a cycle that a fault describes."""
@@ -31,27 +31,27 @@ class _State:
     Attributes:
         events: Programme of these ranks.
         numbers: Number of each event among those of its group, or of its messages to one peer, from 1.
-        at: Index of the current event.
+        index: Index of the current event.
         entered: Number of collective calls entered, by group.
         posted: Number of messages posted, by operation and channel.
-        begun: Groups in which a call was started.
+        started_groups: Groups in which a call was started.
         waited: Started calls for which the ranks have begun to wait, by group and number.
         started: True if the current event has begun.
     """
 
     events: Programme
     numbers: list[int]
-    at: int = 0
+    index: int = 0
     entered: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     posted: dict[tuple[str, Channel], int] = field(default_factory=lambda: defaultdict(int))
-    begun: set[str] = field(default_factory=set)
+    started_groups: set[str] = field(default_factory=set)
     waited: set[tuple[str, int]] = field(default_factory=set)
     started: bool = False
 
     @property
     def current(self) -> RehearsedCall | None:
         """Current event; None at the end."""
-        return self.events[self.at] if self.at < len(self.events) else None
+        return self.events[self.index] if self.index < len(self.events) else None
 
 
 def find_host_deadlock(job: StepProgrammes, classes: RankClasses) -> list[RehearsalFault]:
@@ -61,13 +61,16 @@ def find_host_deadlock(job: StepProgrammes, classes: RankClasses) -> list[Rehear
         job: Programmes whose messages and calls match (`match_programmes`).
         classes: Classes of its ranks.
     """
-    run = _ProgrammeRun(job, classes)
-    run.go()
-    cycle = run.cycle()
+    simulation = _Simulation(job, classes)
+    simulation.run()
+    cycle = simulation.cycle()
     if not cycle:
         return []
     ranks = [classes.firsts[each] for each in cycle]
-    parts = [f"{job.place(rank)} is at {run.describe(each)}" for rank, each in zip(ranks, cycle, strict=True)]
+    parts = [
+        f"{job.place(rank)} is at {simulation.describe(each)}"
+        for rank, each in zip(ranks, cycle, strict=True)
+    ]
     more = [f"and {len(parts) - _RANKS_IN_MESSAGE} more"] if len(parts) > _RANKS_IN_MESSAGE else []
     count = int(sum(classes.counts[each] for each in cycle))
     waits = "; ".join([*parts[:_RANKS_IN_MESSAGE], *more])
@@ -79,8 +82,8 @@ def find_host_deadlock(job: StepProgrammes, classes: RankClasses) -> list[Rehear
     ]
 
 
-class _ProgrammeRun:
-    """Simulation of all classes."""
+class _Simulation:
+    """Simulation of a step, with one state for each class of ranks."""
 
     def __init__(self, job: StepProgrammes, classes: RankClasses) -> None:
         self.job, self.classes = job, classes
@@ -91,7 +94,7 @@ class _ProgrammeRun:
         ]
         self.relations = ClassRelations(job, classes)
 
-    def go(self) -> None:
+    def run(self) -> None:
         """Advance each class until none can advance."""
         runnable = dict.fromkeys(range(len(self.states)))
         while runnable:
@@ -104,7 +107,7 @@ class _ProgrammeRun:
                     runnable |= dict.fromkeys(self._start(number, event))
                 if next(self._missing_classes(number, event), None) is not None:
                     break
-                state.at += 1
+                state.index += 1
                 state.started = False
             else:
                 # The others need not wait for the started calls of this class any more.
@@ -129,25 +132,25 @@ class _ProgrammeRun:
         state, event = self.states[number], self.states[number].current
         assert event is not None
         waiting = "the wait for " if event.operation == WAIT else ""
-        meant = state.events[event.call_index] if event.operation == WAIT else event
-        if meant.is_message:
-            way, verb = ("to", "send") if meant.operation == SEND else ("from", "receive")
-            peer = self.job.place(self.relations.peer_rank(number, meant))
-            return f"{waiting}its {verb} of {meant} along {meant.group} {way} {peer}"
-        return f"{waiting}{meant} along {meant.group}, call {state.numbers[self._index(state, event)]} there"
+        call = state.events[event.call_index] if event.operation == WAIT else event
+        if call.is_message:
+            way, verb = ("to", "send") if call.operation == SEND else ("from", "receive")
+            peer = self.job.place(self.relations.peer_rank(number, call))
+            return f"{waiting}its {verb} of {call} along {call.group} {way} {peer}"
+        return f"{waiting}{call} along {call.group}, call {state.numbers[self._index(state, event)]} there"
 
     def _index(self, state: _State, event: RehearsedCall) -> int:
-        return event.call_index if event.operation == WAIT else state.at
+        return event.call_index if event.operation == WAIT else state.index
 
     def _start(self, number: int, event: RehearsedCall) -> Iterator[int]:
         """Begin an event, and yield the classes that may advance because of it."""
         state = self.states[number]
         if event.operation == WAIT:
-            meant = state.events[event.call_index]
-            if meant.is_collective:
-                state.waited.add((meant.group, state.numbers[event.call_index]))
+            call = state.events[event.call_index]
+            if call.is_collective:
+                state.waited.add((call.group, state.numbers[event.call_index]))
             # A wait advances all started calls of these ranks.
-            for group in state.begun:
+            for group in state.started_groups:
                 yield from self.relations.members(number, group)
         elif event.is_message:
             state.posted[event.operation, _channel(event)] += 1
@@ -155,47 +158,47 @@ class _ProgrammeRun:
         else:
             state.entered[event.group] += 1
             if not event.blocking:
-                state.begun.add(event.group)
+                state.started_groups.add(event.group)
             yield from self.relations.members(number, event.group)
 
     def _missing_classes(self, number: int, event: RehearsedCall) -> Iterator[int]:
         """Yield the classes that an event still needs in order to complete."""
         state = self.states[number]
         if event.operation == WAIT:
-            meant, place = state.events[event.call_index], state.numbers[event.call_index]
-            if meant.is_message:
-                yield from self._unposted(number, meant, place)
+            call, call_number = state.events[event.call_index], state.numbers[event.call_index]
+            if call.is_message:
+                yield from self._unposted(number, call, call_number)
                 return
-            for other in self.relations.members(number, meant.group):
-                if not self._helps(other, meant.group, place):
+            for other in self.relations.members(number, call.group):
+                if not self._advances(other, call.group, call_number):
                     yield other
         elif not event.blocking:
             return
         elif event.is_message:
-            yield from self._unposted(number, event, state.numbers[state.at])
+            yield from self._unposted(number, event, state.numbers[state.index])
         else:
-            place = state.numbers[state.at]
+            call_number = state.numbers[state.index]
             yield from (
                 each
                 for each in self.relations.members(number, event.group)
-                if self.states[each].entered[event.group] < place
+                if self.states[each].entered[event.group] < call_number
             )
 
-    def _helps(self, number: int, group: str, place: int) -> bool:
+    def _advances(self, number: int, group: str, call_number: int) -> bool:
         """Return True if a class has reached a started call and makes progress with it."""
         state, event = self.states[number], self.states[number].current
-        if state.entered[group] < place:
+        if state.entered[group] < call_number:
             return False
         waiting = event is None or (event.operation == WAIT and state.started)
-        return waiting or (group, place) in state.waited
+        return waiting or (group, call_number) in state.waited
 
-    def _unposted(self, number: int, event: RehearsedCall, place: int) -> Iterator[int]:
+    def _unposted(self, number: int, event: RehearsedCall, call_number: int) -> Iterator[int]:
         """Yield the class of the peer if it has not posted its part of a message."""
         peer = self.relations.peer(number, event)
         other = RECEIVE if event.operation == SEND else SEND
         size = self.job.groups[event.group].size
-        back = (event.group, -event.offset % size, event.tag)
-        if self.states[peer].posted[other, back] < place:
+        channel = (event.group, -event.offset % size, event.tag)
+        if self.states[peer].posted[other, channel] < call_number:
             yield peer
 
 
