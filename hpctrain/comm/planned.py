@@ -16,7 +16,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import GroupSource, communicator_axes, rank_count, ranks_along
 from hpctrain.comm.transports.hierarchical import hierarchical_scratch_bytes, is_common, is_hierarchical
 from hpctrain.comm.transports.mpi import mpi_scratch_bytes
-from hpctrain.comm.transports.shared import SHARED_BYTES
+from hpctrain.comm.transports.shared import LEAST_SHARED_BYTES
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.comm.transports.transport import Transport, TransportWork
 from hpctrain.host.device import on_host
@@ -115,7 +115,7 @@ class PlannedTransport(Transport):
         if reduction_bytes is not None and self.size > 1:
             return reduction_bytes(elements, itemsize, self.size, scattered)
         local = self.local_size
-        if local > 1 and elements * itemsize >= SHARED_BYTES:
+        if local > 1 and elements * itemsize >= LEAST_SHARED_BYTES:
             if local == self.size:
                 return 0
             return hierarchical_scratch_bytes(elements, itemsize, self.size // local, local, scattered)

@@ -92,7 +92,7 @@ def _choices(field: FieldInfo) -> list[str]:
 def value_hint(value: object, field: FieldInfo) -> str:
     """Return what follows "must be ..." in a message about a wrong value; "" if there is nothing to add.
 
-    It tells how the value is wrong (", not a number") or which word was meant (" (did you mean ...?)").
+    It says how the value is wrong (", not a number") or which word was meant (" (did you mean ...?)").
     """
     kind, choices = value_type(field), _choices(field)
     if choices and (get_origin(kind) is Literal or isinstance(value, str)):

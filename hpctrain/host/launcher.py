@@ -183,7 +183,7 @@ def _supports_slurm(libraries: Sequence[str]) -> bool:
 
 
 def loaded_mpi_libraries() -> list[str]:
-    """Return the paths of the MPI libraries that this process has loaded; [] if the system does not tell.
+    """Return the paths of the MPI libraries that this process has loaded; [] if they are unknown.
 
     More than one path means that mpi4py and another package were built with different MPI libraries.
     """

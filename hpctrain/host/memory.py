@@ -24,7 +24,7 @@ ROOT = Path("/")
 """Folder that contains /proc and the file systems of cgroups."""
 
 _LARGEST_KEPT = 32 << 20
-"""Largest block, in bytes, that glibc keeps when it is freed, if it is told to keep freed memory."""
+"""Largest block, in bytes, that glibc keeps when it is freed, after `keep_freed_memory`."""
 
 UNLIMITED = 2**60
 """Bytes from which on a limit counts as none. Cgroups of version 1 give a large number for no limit."""
@@ -118,7 +118,7 @@ def _is_glibc() -> bool:
 def shared_resident_bytes() -> int:
     """Return the resident memory of this process that files and shared memory back, in bytes.
 
-    Processes of the node that use the same libraries share this memory. 0 if the system does not tell.
+    Processes of the node that use the same libraries share this memory. 0 if it is unknown.
     """
     return sum(_sizes("self/status", "RssFile", "RssShmem"))
 
@@ -130,7 +130,7 @@ def proportional_bytes() -> int:
     share depends on other processes of the node.
 
     Returns:
-        The present value; 0 if the system does not tell.
+        The present value; 0 if it is unknown.
     """
     kilobytes, counts = 0, False
     # Each mapping has a line of addresses, access, offset, device, inode and perhaps path, then its sizes.
@@ -160,7 +160,7 @@ def memory_limits(environment: Mapping[str, str]) -> list[MemoryLimit]:
     """Return the memory limits that this process shares with others of its node. Local.
 
     These are the memory of the node, the limits of all cgroups that this process is in, and what Slurm
-    has allocated to the job on this node. Limits that the system does not tell are left out.
+    has allocated to the job on this node. Limits that this process cannot read are left out.
 
     Args:
         environment: Environment variables, of which those of Slurm are read.
@@ -190,7 +190,7 @@ def obtainable_bytes(environment: Mapping[str, str]) -> int | None:
         environment: Environment variables, of which those of Slurm are read.
 
     Returns:
-        The memory; None if the system does not tell what is available.
+        The memory; None if the available memory is unknown.
     """
     available = available_bytes()
     if available is None:

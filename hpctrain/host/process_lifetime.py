@@ -152,7 +152,7 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def stat_fields(stat: Path) -> list[str]:
-    """Return what the kernel tells about a process or thread, from its state (a letter) on, as in proc(5).
+    """Return the fields of a process or thread in /proc/<pid>/stat, from its state (a letter) on.
 
     Local.
 
@@ -218,7 +218,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Wait until a child process has ended, at most `seconds`, without reaping it. It returns in both cases.
 
-    `has_ended` then tells whether it has. Nothing is killed.
+    `has_ended` then returns whether it has. Nothing is killed.
     """
     until, pause = time.monotonic() + seconds, 0.001
     while not has_ended(process) and time.monotonic() < until:

@@ -38,7 +38,7 @@ def processor_identity(threads: int | None = None) -> str:
 
 
 def _first_core() -> dict[str, str]:
-    """Return what Linux tells about the first core, by name; empty on other systems."""
+    """Return the fields of the first core in /proc/cpuinfo, by name; empty on other systems."""
     with (
         suppress(OSError),
         Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines,

@@ -1,7 +1,7 @@
 """Removal of shared memory that a killed job has left on a node.
 
 The ranks of a node communicate through files in /dev/shm ("segments") if MPI is Open MPI. Its launcher
-removes them, but not if it is killed as well. The name of a segment does not tell whether its job is alive.
+removes them, but not if it is killed as well. The name of a segment does not show whether its job is alive.
 So each job writes the names of its segments into a file in the same folder, the marker, and its ranks hold a
 lock on that file as long as they live. The next job removes the segments of all markers that nobody has
 locked.

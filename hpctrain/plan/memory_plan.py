@@ -18,7 +18,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.progress_counters import COPY_ROUND_BYTES, STAGED_ROUNDS
-from hpctrain.comm.transports.shared import SHARED_BYTES
+from hpctrain.comm.transports.shared import LEAST_SHARED_BYTES
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.layer_bytes import byte_functions
 from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
@@ -475,7 +475,7 @@ def _input_gradient_reduction_bytes(
         return 0, 0
     gradient = part.sizes.tokens * part.part.hidden_shape(1)[-1], itemsize
     transport = stage.layer_context.tensor.host
-    is_staged = transport.sharers > 1 and prod(gradient) >= SHARED_BYTES
+    is_staged = transport.sharers > 1 and prod(gradient) >= LEAST_SHARED_BYTES
     staged = STAGED_ROUNDS * COPY_ROUND_BYTES if is_staged else 0
     return transport.scratch_bytes(*gradient, deck.layout.sequence_parallel), staged
 

@@ -12,7 +12,7 @@ def progress_bar(count: int | None, what: str = "planned") -> Iterator[Callable[
 
     Args:
         count: Number of all items; None if it is unknown.
-        what: Description of the bar.
+        what: What happens to the items, such as "planned". The bar shows this text.
     """
     from rich.console import Console
     from rich.progress import Progress

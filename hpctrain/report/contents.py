@@ -146,9 +146,9 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
         of = f" of {facts['steps']}" if facts["steps"] else ""
         skipped = f", {facts['skipped']} of them skipped" if facts["skipped"] else ""
         unit = "tokens" if facts["dataset"] is None else "samples"
-        taken = f", {format_count(facts[unit])} {unit}" if facts[unit] is not None else ""
+        trained = f", {format_count(facts[unit])} {unit}" if facts[unit] is not None else ""
         title = f"{shorten(facts['title'], 40, placeholder='...')}, " if facts["title"] else ""
-        yield "run", f"{title}step {facts['step']}{of}{skipped}{taken}"
+        yield "run", f"{title}step {facts['step']}{of}{skipped}{trained}"
     parameters = f"{format_count(facts['parameters'])} parameters"
     model = facts["model"]
     if model is not None and model.get("module") is not None:
@@ -171,7 +171,7 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
             yield "", _mixture_text(model["experts"])
         vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
         head = f"{'tied' if model['tied'] else 'untied'} embeddings"
-        head = "a head of scores" if facts["objective"] in SCORE_KINDS else head
+        head = "a score head" if facts["objective"] in SCORE_KINDS else head
         yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {facts['sequence']}, {head}"
         yield "precision", facts["precision"]
     else:
@@ -191,7 +191,7 @@ def _mixture_text(experts: Mapping[str, Any]) -> str:
     every = "every block" if experts["every"] == 1 else f"one of {experts['every']} blocks"
     if pattern := experts.get("pattern"):
         every = f"{sum(pattern)} of {counted(len(pattern), 'block')}"
-    first = f" behind the first {experts['dense_first']}" if experts["dense_first"] else ""
+    first = f" after the first {experts['dense_first']}" if experts["dense_first"] else ""
     balance = {"loss": "balanced by a loss", "bias": "balanced by a bias", "none": "not balanced"}
     capacity = f", capacity {experts['capacity']:g}" if experts["capacity"] is not None else ""
     return (

@@ -21,8 +21,8 @@ KINDS = ("inputs", "weights", "gradients")
 _VALUES = ("saturated", "underflowed", "scale_least", "scale_largest")
 
 
-def watched_losses(rows: Sequence[Row]) -> tuple[Array, list[str], dict[str, Array]]:
-    """Return steps, kinds of layers, and quantization losses of these.
+def quantization_losses(rows: Sequence[Row]) -> tuple[Array, list[str], dict[str, Array]]:
+    """Return steps, kinds of layers, and the quantization losses of these layers.
 
     Steps without values for these layers are left out. Unknown values are NaN.
 
@@ -55,22 +55,21 @@ def draw_losses(name: str, rows: Sequence[Row]) -> Figure | None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    steps, layers, values = watched_losses(rows)
+    steps, layers, values = quantization_losses(rows)
     if not layers or not len(steps):
         return None
     figure = Figure(figsize=(11.0, 9.0), layout="constrained")
     panels = figure.subplots(len(KINDS), 2, sharex=True)
     for (shares, scales), kind in zip(panels, KINDS, strict=True):
         for index in range(len(layers)):
-            own = {value: values[f"{kind}_{value}"][index] for value in _VALUES}
+            of_layer = {value: values[f"{kind}_{value}"][index] for value in _VALUES}
             style: dict[str, Any] = {"color": f"C{index}", "marker": "." if len(steps) < 40 else None}
-            shares.plot(steps, own["underflowed"], linewidth=1.6, **style)
-            shares.plot(steps, own["saturated"], linewidth=1.2, linestyle="--", **style)
-            scales.fill_between(
-                steps, own["scale_least"], own["scale_largest"], color=f"C{index}", alpha=0.15
-            )
-            for edge in ("scale_least", "scale_largest"):
-                scales.plot(steps, own[edge], linewidth=1.2, **style)
+            shares.plot(steps, of_layer["underflowed"], linewidth=1.6, **style)
+            shares.plot(steps, of_layer["saturated"], linewidth=1.2, linestyle="--", **style)
+            least, largest = of_layer["scale_least"], of_layer["scale_largest"]
+            scales.fill_between(steps, least, largest, color=f"C{index}", alpha=0.15)
+            for scale in (least, largest):
+                scales.plot(steps, scale, linewidth=1.2, **style)
         shares.set_yscale("symlog", linthresh=1e-6)
         shares.set_ylim(bottom=0)
         shares.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
@@ -78,9 +77,9 @@ def draw_losses(name: str, rows: Sequence[Row]) -> Figure | None:
         scales.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         scales.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
         for axes in (shares, scales):
-            _quiet(axes)
+            _set_style(axes)
     panels[0, 0].set_title("underflowed, and saturated (dashed)", fontsize=12, loc="left")
-    panels[0, 1].set_title("least to largest scale", fontsize=12, loc="left")
+    panels[0, 1].set_title("smallest and largest scale", fontsize=12, loc="left")
     for axes in panels[-1]:
         axes.set_xlabel("step", fontsize=12)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
@@ -90,7 +89,7 @@ def draw_losses(name: str, rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def _quiet(axes: Axes) -> None:
+def _set_style(axes: Axes) -> None:
     axes.tick_params(labelsize=11)
     axes.grid(color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)

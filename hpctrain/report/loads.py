@@ -31,16 +31,16 @@ def expert_loads(rows: Sequence[Row]) -> tuple[Array, list[int], dict[str, Array
     Returns:
         The steps [n]; the blocks that are mixtures in the last step; `load` and `unused` [blocks, n].
     """
-    told = [row for row in rows if isinstance(row.get("experts"), dict)]
-    blocks = told[-1]["experts"].get("blocks") if told else None
+    measured = [row for row in rows if isinstance(row.get("experts"), dict)]
+    blocks = measured[-1]["experts"].get("blocks") if measured else None
     if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
         blocks = []
     names = (_LOAD, _UNUSED)
-    told = [row for row in told if _fits(row["experts"], blocks, names)]
-    steps = np.array([row["step"] for row in told], dtype=np.float64)
+    measured = [row for row in measured if _fits(row["experts"], blocks, names)]
+    steps = np.array([row["step"] for row in measured], dtype=np.float64)
     values = {
-        name: np.array([row["experts"][name] for row in told], dtype=np.float64)
-        .reshape(len(told), len(blocks))
+        name: np.array([row["experts"][name] for row in measured], dtype=np.float64)
+        .reshape(len(measured), len(blocks))
         .T
         for name in names
     }
@@ -65,18 +65,18 @@ def draw_load(name: str, rows: Sequence[Row]) -> Figure | None:
     panels = 1 + bool(np.nanmax(unused, initial=0) > 0)
     height = min(4.5, max(2.6, 0.28 * len(blocks) + 1.2))
     figure = Figure(figsize=(8.0, 0.6 + height * panels), layout="constrained")
-    every = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
+    axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
     top = max(1.5, float(np.nanmax(load, initial=1.0)))
     over = f", mean of {window} steps" if window > 1 else ""
     label = f"largest load / mean load{over}"
-    _heat(every[0], edges, load, blocks, "viridis", (1.0, top), label)
-    every[0].set_title(f"Load of experts: {drawable(name)}", fontsize=14, loc="left", pad=10)
+    _heat(axes[0], edges, load, blocks, "viridis", (1.0, top), label)
+    axes[0].set_title(f"Load of experts: {drawable(name)}", fontsize=14, loc="left", pad=10)
     if panels > 1:
-        most = f", most of {window} steps" if window > 1 else ""
+        most = f", maximum of {window} steps" if window > 1 else ""
         most_unused = float(np.nanmax(unused))
-        _heat(every[1], edges, unused, blocks, "Reds", (0.0, most_unused), f"experts without a token{most}")
-    every[-1].set_xlabel("step", fontsize=12)
-    every[-1].xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        _heat(axes[1], edges, unused, blocks, "Reds", (0.0, most_unused), f"experts without a token{most}")
+    axes[-1].set_xlabel("step", fontsize=12)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     return figure
 
 
@@ -113,14 +113,14 @@ def _edges(steps: Array, window: int) -> Array:
     return np.append(steps[::window] - 0.5, steps[-1] + 0.5)
 
 
-def _in_columns(values: Array, window: int, take: Any) -> Array:
-    """Reduce values [blocks, n] to [blocks, columns]; NaN if a column has no finite value."""
+def _in_columns(values: Array, window: int, reduce: Any) -> Array:
+    """Reduce values [blocks, n] to [blocks, columns] by a NumPy function; NaN if no value is finite."""
     columns = []
     for first in range(0, values.shape[1], window):
         piece = values[:, first : first + window]
         some = np.isfinite(piece).any(1)
         column = np.full(len(piece), np.nan)
-        column[some] = take(piece[some], axis=1)
+        column[some] = reduce(piece[some], axis=1)
         columns.append(column)
     return np.stack(columns, axis=1)
 

@@ -70,7 +70,7 @@ def side_by_side(one: RunRecord, other: RunRecord, width: int | None) -> list[st
     if keys:
         lines = fitted([("deck keys that differ", "first", "second"), *keys], (0, 1, 2), width)
     else:
-        lines = ["The decks have the same keys."]
+        lines = ["The decks have the same values."]
     facts = [_facts(each) for each in (one, other)]
     rows: list[tuple[str, ...]] = [("", "first", "second", "difference")]
     rows += [

@@ -72,9 +72,9 @@ def picture(spreads: Spreads, losses: Losses, best: Best) -> Figure:
 def _draw_losses(axes: Axes, by_width: Mapping[int, Mapping[float, float]], best: Best) -> None:
     """Draw a line for each width, and a mark at its best rate."""
     for number, (width, losses) in enumerate(by_width.items()):
-        told = {rate: loss for rate, loss in losses.items() if isfinite(loss)}
+        finite = {rate: loss for rate, loss in losses.items() if isfinite(loss)}
         (line,) = axes.plot(
-            list(told), list(told.values()), color=f"C{number}", marker=".", lw=1.2, label=str(width)
+            list(finite), list(finite.values()), color=f"C{number}", marker=".", lw=1.2, label=str(width)
         )
         rate = best(losses)
         if rate is not None:

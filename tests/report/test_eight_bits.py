@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.report.eight_bits import KINDS, draw_losses, watched_losses
+from hpctrain.report.eight_bits import KINDS, draw_losses, quantization_losses
 from hpctrain.report.plots import plot_runs
 
 LAYERS = ["attention.query", "feed_forward.down"]
@@ -55,7 +55,7 @@ def test_rows_that_tell_nothing_are_passed_over(told: Any) -> None:
     assert draw_losses("plain", [bare]) is None
     one = row(3)
     one["fp8"]["inputs_scale_least"] = [None, -4.0]
-    steps, layers, values = watched_losses([bare, row(2, layers=["other"]), one])
+    steps, layers, values = quantization_losses([bare, row(2, layers=["other"]), one])
     assert (steps.tolist(), layers) == ([3.0], LAYERS)
     assert np.array_equal(values["inputs_scale_least"], [[np.nan], [-4.0]], equal_nan=True)
 

@@ -115,7 +115,7 @@ def test_mixtures_are_told_of(group: Group, tmp_path: Path) -> None:
     )
     write(group, path, *LLAMA, *keys, *more, "model.experts.router=sigmoid", "model.experts.capacity=1.5")
     assert (
-        "mixtures of 8 experts of 16, 3 a token, 1 shared by all, in one of 2 blocks behind the first 1; "
+        "mixtures of 8 experts of 16, 3 a token, 1 shared by all, in one of 2 blocks after the first 1; "
         "sigmoid, balanced by a bias, capacity 1.5"
     ) in " ".join(told(group, path)[1].split())
     assert as_json(group, path)[1]["model"]["experts"]["shared"] == 1

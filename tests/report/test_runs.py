@@ -58,7 +58,7 @@ def test_what_is_not_recorded_is_left_out_or_a_dash() -> None:
     assert "best validation loss" not in told
     assert "loss of the last tenth" not in told
     lines = side_by_side(record("a", bare), record("b", bare), None)
-    assert lines[0] == "The decks have the same keys."
+    assert lines[0] == "The decks have the same values."
     assert cells(lines).keys() == {lines[0], "first", "run", "title", "steps"}
 
 

@@ -35,7 +35,7 @@ from hpctrain.comm.transports.mpi import MpiTransport, mpi_scratch_bytes
 from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.node_messages import NodeMessages
 from hpctrain.comm.transports.reduction import HALVES
-from hpctrain.comm.transports.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, memory_barrier
+from hpctrain.comm.transports.shared import LEAST_SHARED_BYTES, REDUCTIONS, SharedTransport, memory_barrier
 from hpctrain.comm.transports.transport import (
     Steps,
     Transport,
@@ -65,7 +65,7 @@ class HierarchicalTransport(Transport):
         links: Transports to the ranks of this node and to the peers on other nodes.
     """
 
-    least_bytes, piece_bytes = SHARED_BYTES, PIECE_BYTES
+    least_bytes, piece_bytes = LEAST_SHARED_BYTES, PIECE_BYTES
 
     def __init__(self, mpi: MpiTransport, memory: NodeMemory, local_size: int) -> None:
         assert mpi.size % local_size == 0 and mpi.size > local_size > 1, (mpi.size, local_size)
@@ -120,7 +120,7 @@ class HierarchicalTransport(Transport):
         )
 
 
-def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = SHARED_BYTES) -> bool:
+def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = LEAST_SHARED_BYTES) -> bool:
     """Return True if a HierarchicalTransport runs a call so that each byte crosses links once. Local.
 
     The result is the same on all ranks. It is False for small calls, for operations other than all_reduce,
@@ -142,7 +142,7 @@ def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = 
     return call.dtype.is_floating_point and _sends_less(is_scattered, is_wide, nodes, local_size)
 
 
-def is_common(length: int, dtype: torch.dtype, least_bytes: int = SHARED_BYTES) -> bool:
+def is_common(length: int, dtype: torch.dtype, least_bytes: int = LEAST_SHARED_BYTES) -> bool:
     """Return True if a tensor is so large that the ranks of a node may have it in common memory. Local.
 
     Smaller tensors are gathered by MPI, which needs a separate output on each rank, since it may use the
@@ -161,8 +161,8 @@ def hierarchical_scratch_bytes(
 ) -> int:
     """Return the host memory, in bytes, that a sum takes on each rank for partial sums and keeps. Local.
 
-    Later sums use the same memory. The sum must be at least SHARED_BYTES large: `mpi_scratch_bytes` is for
-    smaller ones. If a node would send more bytes in this way than by MPI, it is what MpiTransport takes.
+    Later sums use the same memory. The sum must be at least LEAST_SHARED_BYTES large: `mpi_scratch_bytes` is
+    for smaller ones. If a node would send more bytes in this way than by MPI, it is what MpiTransport takes.
 
     Args:
         elements: Number of elements of each rank's input tensor.

@@ -369,8 +369,8 @@ class StagedTransport(Transport):
     """Transport of GPU tensors by copies in pinned host memory, which the transport `inner` moves.
 
     It serves ranks that share a GPU, and builds of torch without NCCL. MPI never sees device memory: a
-    CUDA-aware MPI beside NCCL can deadlock. A call waits until its input is on the host. Results are copied
-    back in the order of the current stream.
+    CUDA-aware MPI together with NCCL can deadlock. A call waits until its input is on the host. Results are
+    copied back in the order of the current stream.
     """
 
     def __init__(self, inner: Transport) -> None:

@@ -52,8 +52,8 @@ TIMEOUT = timedelta(days=365)
 STREAMS = 32
 """Number of streams of one priority that torch has on a GPU. Process groups get them in turn."""
 
-SUMMED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Types whose sums a process group always computes."""
+NATIVE_SUM_TYPES = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+"""Types whose sums a process group always computes itself."""
 
 
 class GroupStore:
@@ -225,7 +225,7 @@ class ProcessGroupTransport(PairwiseTransport):
         self.sums_in_rank_order = self.size == 2
         self.scratch = setting.scratch
         self.group = group
-        self._summed = SUMMED | HALVES if setting.native_half_sums else SUMMED
+        self._sum_types = NATIVE_SUM_TYPES | HALVES if setting.native_half_sums else NATIVE_SUM_TYPES
 
     @abstractmethod
     def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
@@ -311,7 +311,7 @@ class ProcessGroupTransport(PairwiseTransport):
 
     def _is_summed(self, call: Call) -> bool:
         """Return True if the process group computes the reduction of a call."""
-        return call.reduction == "sum" and call.dtype in self._summed
+        return call.reduction == "sum" and call.dtype in self._sum_types
 
     gather = scatter = all_to_all = PairwiseTransport.move_pairwise
 

@@ -41,10 +41,10 @@ from hpctrain.comm.transports.transport import (
     run_steps,
 )
 
-SHARED_BYTES = 256 * 1024
+LEAST_SHARED_BYTES = 256 * 1024
 """Smallest sum, in bytes, through shared memory in rounds. MPI and SmallOperations are faster for less."""
 
-MOVED_BYTES = 4 << 20
+LEAST_MOVED_BYTES = 4 << 20
 """Smallest call of MOVEMENTS, in bytes, through shared memory. Below it, MPI is as fast."""
 
 LEAST_MESSAGE_BYTES = 16 * 1024
@@ -53,7 +53,7 @@ LEAST_MESSAGE_BYTES = 16 * 1024
 MOST_MESSAGE_BYTES = 64 << 20
 """Largest message, in bytes, through shared memory. The copy of a larger one would take too much memory."""
 
-VISIBLE_BYTES = 64 * 1024
+LEAST_VISIBLE_BYTES = 64 * 1024
 """Smallest tensor, in bytes, that `empty` allocates in shared memory, which consists of whole pages."""
 
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
@@ -71,15 +71,16 @@ class SharedTransport(Transport):
     Attributes:
         users: For each rank of the group, its rank in the world of all processes.
         small_operations: Operations on small tensors.
-        least_bytes: Value of SHARED_BYTES (tests set others, as for the next four).
-        least_moved_bytes: Value of MOVED_BYTES.
+        least_bytes: Value of LEAST_SHARED_BYTES (tests set others, as for the next four).
+        least_moved_bytes: Value of LEAST_MOVED_BYTES.
         least_message_bytes: Value of LEAST_MESSAGE_BYTES.
-        least_visible_bytes: Value of VISIBLE_BYTES.
+        least_visible_bytes: Value of LEAST_VISIBLE_BYTES.
         round_bytes: Value of COPY_ROUND_BYTES. Ranks report progress after each round.
     """
 
-    least_bytes, least_moved_bytes, least_message_bytes = SHARED_BYTES, MOVED_BYTES, LEAST_MESSAGE_BYTES
-    least_visible_bytes, round_bytes = VISIBLE_BYTES, COPY_ROUND_BYTES
+    least_bytes, least_moved_bytes = LEAST_SHARED_BYTES, LEAST_MOVED_BYTES
+    least_message_bytes, least_visible_bytes = LEAST_MESSAGE_BYTES, LEAST_VISIBLE_BYTES
+    round_bytes = COPY_ROUND_BYTES
 
     def __init__(self, mpi: MpiTransport, memory: NodeMemory) -> None:
         self.mpi, self.memory = mpi, memory

@@ -1,7 +1,7 @@
 """Engine that converts the options of another trainer to deck keys by a table of rules.
 
 A table is a TOML file with a row for each option: the deck keys that it sets, the conversion of its value,
-and what the user is told if no key expresses it. An example:
+and the message to the user if no key expresses it. An example:
 `"--seq-length" = { key = "batch.sequence" }`.
 
 | entries of a row | meaning |

@@ -93,7 +93,7 @@ def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
         sentence += " (use data.validation = 0.01, add tables [[evaluation]], or leave this key out)"
         yield DeckProblem("run.evaluate_every", sentence, ("data.validation", _SETS), for_new_decks=True)
     yield from _sets(deck)
-    yield from _followed(deck, names)
+    yield from _loss_dependent_keys(deck, names)
 
 
 def _sets(deck: Deck) -> Iterator[DeckProblem]:
@@ -115,11 +115,11 @@ def _sets(deck: Deck) -> Iterator[DeckProblem]:
             yield DeckProblem(_SETS, problem, row=(number, "tokens"))
 
 
-def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
+def _loss_dependent_keys(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
     """Yield the problems of keys that depend on losses of evaluation sets."""
     best, others = deck.checkpoint.keep_best, ("run.evaluate_every", "data.validation", _SETS)
-    asked = {"checkpoint.keep_best": best is not None, "run.patience": deck.run.patience > 0}
-    for name in (name for name, wanted in asked.items() if wanted):
+    is_used = {"checkpoint.keep_best": best is not None, "run.patience": deck.run.patience > 0}
+    for name in (name for name, used in is_used.items() if used):
         if not names:
             yield DeckProblem(name, NOTHING_EVALUATED, others)
         elif not deck.run.evaluate_every:

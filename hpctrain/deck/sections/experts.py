@@ -175,7 +175,7 @@ def expert_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield from _router_groups(experts)
         yield from _balance(experts)
         yield from _capacity(deck, experts)
-        yield from _recorded(deck, experts)
+        yield from _routing_record(deck, experts)
 
 
 def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
@@ -305,7 +305,7 @@ def _capacity(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
         yield DeckProblem("model.experts.capacity", sentence, others)
 
 
-def _recorded(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
+def _routing_record(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     """Yield the problem of recorded routing that does not fit into memory, or into its file."""
     mixtures = sum(map(experts.has_experts, range(deck.model.layers)))
     of_sample = 4 * max(1, mixtures) * deck.batch.sequence * experts.per_token

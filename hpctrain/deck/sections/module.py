@@ -16,10 +16,11 @@ from hpctrain.deck.sections.model import Model
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
-_OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
+_MODULE_ONLY_KEYS = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
+"""Keys of [model] that only a deck with a module may have."""
 
 
-MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
+MODULE_KEYS = (*_MODULE_ONLY_KEYS, "frozen", "vocabulary", "from")
 """Keys of [model] that a deck with a module may have."""
 
 

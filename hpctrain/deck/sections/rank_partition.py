@@ -25,7 +25,7 @@ RANK_KEYS = {CRITIC: "critic_ranks", REFERENCE: "reference_ranks", REWARD: "rewa
 """Key of [policy] with the dedicated ranks of each model that may have any."""
 
 
-def _named(text: str) -> str:
+def _validate_ranks(text: str) -> str:
     if text != POLICY and _range(text) is None:
         raise ValueError
     return text
@@ -41,7 +41,9 @@ def _range(text: str) -> range | None:
 
 
 RankRange = Annotated[
-    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(_named)
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_validate_ranks),
 ]
 """Dedicated ranks, such as "4-7" or 4, or "policy" for the ranks of the policy."""
 
@@ -108,12 +110,13 @@ class RankPartition:
         the run does not use them. The other sets are ordered by their lowest rank. A rank is in exactly one
         set.
         """
-        beside = tuple(model for model in RANK_KEYS if model not in self.dedicated)
-        found: dict[tuple[str, ...], tuple[int, ...]] = {}
+        with_policy = tuple(model for model in RANK_KEYS if model not in self.dedicated)
+        other_sets: dict[tuple[str, ...], tuple[int, ...]] = {}
         for rank in self.other_ranks:
-            models = tuple(model for model, own in self.dedicated.items() if rank in own)
-            found[models] = (*found.get(models, ()), rank)
-        return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
+            models = tuple(model for model, ranks in self.dedicated.items() if rank in ranks)
+            other_sets[models] = (*other_sets.get(models, ()), rank)
+        policy_set = SharedRanks((POLICY, *with_policy), self.policy)
+        return [policy_set, *(SharedRanks(*each) for each in other_sets.items())]
 
     def rank_set_index(self, rank: int) -> int:
         """Return the index in `rank_sets` of the one set that contains a rank. Local.

@@ -61,8 +61,8 @@ def overview(runs: Sequence[RunSummary]) -> str:
     head += [*sets, "gradient norm", f"{runs[0].counts}/s", "MFU", "memory of a rank", "ranks"]
     rows = []
     for index, run in enumerate(runs):
-        own = "tokens", "loss", "validation_loss", "validation_perplexity", "grad_norm"
-        last = {key: _last(run, key) for key in (*own, *sets)}
+        keys = "tokens", "loss", "validation_loss", "validation_perplexity", "grad_norm"
+        last = {key: _last(run, key) for key in (*keys, *sets)}
         held_out, perplexity = last["validation_loss"], last["validation_perplexity"]
         speeds, shares = points(run.rows, "tokens_per_s")[1], points(run.rows, "mfu")[1]
         peaks, seconds = points(run.rows, "peak_rss_bytes")[1], points(run.rows, "seconds")[1]
@@ -88,20 +88,20 @@ def overview(runs: Sequence[RunSummary]) -> str:
                 cell(run.facts.get("ranks", "")),
             ]
         )
-    told = [
+    shown = [
         index
         for index, words in enumerate(head)
         if words == "run" or any(_filled(row[index]) for row in rows)
     ]
-    head, rows = [head[index] for index in told], [[row[index] for index in told] for row in rows]
+    head, rows = [head[index] for index in shown], [[row[index] for index in shown] for row in rows]
     problems = "".join(note(f"{run.name}: {problem}") for run in runs for problem in run.problems)
     reasons = "".join(note(f"{run.name}: {run.reason}") for run in runs if run.reason)
-    said = note(
-        "Losses and norms are the last ones, speed and MFU the medians of all steps, memory its peak."
+    explanation = note(
+        "Losses and norms are the last ones, speed and MFU are medians of all steps, and memory is the peak."
     )
     return (
         table(head, rows, [index for index, words in enumerate(head) if words in {"run", "title"}])
-        + said
+        + explanation
         + reasons
         + problems
     )
@@ -166,14 +166,14 @@ def _samples(runs: Sequence[RunSummary]) -> str:
 
 
 def _decks(runs: Sequence[RunSummary]) -> str:
-    told = [run for run in runs if run.deck]
-    whole = "".join(_deck(run, several=len(runs) > 1) for run in told)
-    if len(runs) == 1 or len(told) < len(runs):
+    with_deck = [run for run in runs if run.deck]
+    whole = "".join(_deck(run, several=len(runs) > 1) for run in with_deck)
+    if len(runs) == 1 or len(with_deck) < len(runs):
         return whole
     keys = dict.fromkeys(key for run in runs for key in run.deck)
     differing = [key for key in keys if len({run.deck.get(key) for run in runs}) > 1 and key not in _NAMING]
     if not differing:
-        return note("The decks have the same keys.") + whole
+        return note("The decks have the same values.") + whole
     rows = []
     for key in differing[:DECK_KEYS]:
         values = (
@@ -193,15 +193,15 @@ def _deck(run: RunSummary, *, several: bool) -> str:
 
 def _comparisons(runs: Sequence[RunSummary]) -> str:
     """Return the predicted and measured values of all runs side by side."""
-    told = []
+    parts = []
     for run in runs:
         of_run = f"{run.name}: " if len(runs) > 1 else ""
-        own = [
+        comparisons = [
             f"<div><h4>{text(of_run + each.heading)}</h4>{_comparison(each)}{note(each.note)}</div>"
             for each in run.comparisons
         ]
-        told += [f'<div class="beside">{"".join(own)}</div>'] if own else []
-    return "".join(told)
+        parts += [f'<div class="beside">{"".join(comparisons)}</div>'] if comparisons else []
+    return "".join(parts)
 
 
 def _comparison(each: PredictedVsMeasured) -> str:
@@ -211,14 +211,13 @@ def _comparison(each: PredictedVsMeasured) -> str:
     largest = max((value or 0.0 for pair in parts for value in pair[1:]), default=0.0)
     rows = []
     for pair in pairs:
-        far = ""
-        kind = ""
+        deviation = kind = ""
         if pair.predicted is not None and pair.measured:
             ratio = (pair.predicted - pair.measured) / pair.measured
-            far, kind = f"{100 * ratio:+.1f}%", "worse" if abs(ratio) > _MARKED_DEVIATION else ""
+            deviation, kind = f"{100 * ratio:+.1f}%", "worse" if abs(ratio) > _MARKED_DEVIATION else ""
         cells = (cell("" if value is None else each.written(value)) for value in pair[1:])
         bars = f"<td>{_bars(pair.predicted, pair.measured, largest)}</td>"
-        rows.append([cell(pair.words, "text", head=True), *cells, cell(far, kind), bars])
+        rows.append([cell(pair.words, "text", head=True), *cells, cell(deviation, kind), bars])
     head = ("", "predicted", "measured", "deviation" if both else "", "")
     return table(head, rows)
 
@@ -235,22 +234,22 @@ def _bars(predicted: float | None, measured: float | None, largest: float) -> st
 
 
 def _schedules(runs: Sequence[RunSummary]) -> str:
-    told = []
+    parts = []
     for run in runs:
         if run.step is not None:
             heading = f"<h4>{text(run.name)}</h4>" if len(runs) > 1 else ""
-            told.append(heading + schedule_of(run.step))
-    return "".join(told)
+            parts.append(heading + schedule_of(run.step))
+    return "".join(parts)
 
 
 def _checkpoints(runs: Sequence[RunSummary]) -> str:
     rows = []
     for index, run in enumerate(runs):
-        for kept in run.checkpoints[:CHECKPOINTS]:
-            own = [f'<td class="text">{named(runs, index)}</td>'] if len(runs) > 1 else []
-            written = cell(kept.written, "text")
-            size = cell(format_bytes(kept.size))
-            rows.append([*own, cell(kept.path.name, "text"), size, written, cell(kept.note, _LONG)])
+        for checkpoint in run.checkpoints[:CHECKPOINTS]:
+            name = [f'<td class="text">{named(runs, index)}</td>'] if len(runs) > 1 else []
+            written, size = cell(checkpoint.written, "text"), cell(format_bytes(checkpoint.size))
+            file, links = cell(checkpoint.path.name, "text"), cell(checkpoint.note, _LONG)
+            rows.append([*name, file, size, written, links])
     head = [*(["run"] if len(runs) > 1 else []), "file", "size", "written (UTC)", ""]
     left = (0, 1, 3, 4) if len(runs) > 1 else (0, 2, 3)
     return table(head, rows, left, "stack tall") if rows else ""

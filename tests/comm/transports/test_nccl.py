@@ -92,7 +92,7 @@ def test_native_sums_of_halves(group: Group) -> None:
     """Halves go to the library itself, and not as messages to the ranks that add them."""
     transport = group.accelerator if group.device.type == "cuda" else group.host
     assert isinstance(transport, NcclTransport)
-    transport._summed |= HALVES
+    transport._sum_types |= HALVES
     summed, adding = list[torch.dtype](), transport.group.allreduce
     transport.group.allreduce = lambda tensors: (summed.append(tensors[0].dtype), adding(tensors))[1]
     inputs = parts(group, 50, torch.bfloat16)
