@@ -108,12 +108,16 @@ class CallComparer:
             )
 
     def _compare_collective(self, call: Call) -> Steps:
-        own = _encode(_describe_collective(call))
+        description_bytes = _encode(_describe_collective(call))
         all_ranks = bytearray(DESCRIPTION_BYTES * len(self.ranks))
         yield MpiRequests(
-            [self.communicator.Iallgather([own, MPI.BYTE], [all_ranks, DESCRIPTION_BYTES, MPI.BYTE])]
+            [
+                self.communicator.Iallgather(
+                    [description_bytes, MPI.BYTE], [all_ranks, DESCRIPTION_BYTES, MPI.BYTE]
+                )
+            ]
         )
-        if all_ranks == own * len(self.ranks):
+        if all_ranks == description_bytes * len(self.ranks):
             return
         callers: dict[str, list[int]] = {}
         for index, rank in enumerate(self.ranks):

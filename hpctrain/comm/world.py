@@ -461,14 +461,14 @@ class World:
             yield
         except (HpctrainError, OSError) as raised:
             error = to_hpctrain_error(raised)
-        own = None
+        failure = None
         if error is not None:
-            own = error.exit_code, error.problems, isinstance(error, UserCodeError)
+            failure = error.exit_code, error.problems, isinstance(error, UserCodeError)
         if self.size == 1:
-            failures = [] if own is None else [own]
+            failures = [] if failure is None else [failure]
         else:
             with self._agreements.record(Call("agreement")):
-                failures = [each for each in self._control.allgather(own) if each is not None]
+                failures = [each for each in self._control.allgather(failure) if each is not None]
         if failures:
             is_user_code = failures[0][2]
             reported = failures[:1] if is_user_code else failures

@@ -91,5 +91,5 @@ def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
         if size % (batch.micro_size * data):
             sizes[name] = size * replicas // layout.replicas
             sentence += f"; batch.{name} becomes {sizes[name]}, the same for each replica"
-    given = {} if layout.data is None else {"data": data}
-    return deck.with_keys(layout={"local_steps.replicas": replicas, **given}, batch=sizes), sentence
+    data_key = {} if layout.data is None else {"data": data}
+    return deck.with_keys(layout={"local_steps.replicas": replicas, **data_key}, batch=sizes), sentence

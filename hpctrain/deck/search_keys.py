@@ -37,5 +37,5 @@ def is_left_to_search(places: Mapping[str, Place], keys: Iterable[str]) -> bool:
             the value is from a preset, from model.from or from another key.
         keys: Full names of keys.
     """
-    given = {key for key, place in places.items() if not place.note}
-    return not given.issuperset(set(keys) & set(SEARCH_KEYS))
+    explicit_keys = {key for key, place in places.items() if not place.note}
+    return not explicit_keys.issuperset(set(keys) & set(SEARCH_KEYS))

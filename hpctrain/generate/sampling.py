@@ -160,11 +160,11 @@ class KeyedSampler:
         if not finite:
             sentence = "the model's logits are not finite, so no token can be sampled"
             raise HpctrainError(f"{self.name}: {sentence}")
-        own = range(rank, len(texts), ranks)
+        numbers = range(rank, len(texts), ranks)
         own_tokens = torch.zeros(-(-len(texts) // ranks), dtype=torch.int64)
-        if own:
+        if numbers:
             own_logits = logits[rank::ranks, : self.vocabulary].float().cpu()
-            own_tokens[: len(own)] = self._sample([texts[number] for number in own], own_logits)
+            own_tokens[: len(numbers)] = self._sample([texts[number] for number in numbers], own_logits)
         if ranks == 1:
             return own_tokens.tolist()
         gathered = self.group.all_gather(own_tokens.to(self.group.device)).view(ranks, -1).t().flatten()

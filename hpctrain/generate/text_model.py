@@ -96,23 +96,25 @@ class TextModel:
         Raises:
             HpctrainError: A replica failed. Raised on all ranks.
         """
-        own = prompts[self.replica :: self.replica_count]
+        local_prompts = prompts[self.replica :: self.replica_count]
         texts = (
-            formatter(own[number // sampling.samples], number % sampling.samples + 1, sample)
-            for number, sample in enumerate(self.generate_samples([prompt.text for prompt in own], sampling))
+            formatter(local_prompts[number // sampling.samples], number % sampling.samples + 1, sample)
+            for number, sample in enumerate(
+                self.generate_samples([prompt.text for prompt in local_prompts], sampling)
+            )
         )
         if self.replica_count == 1:
             yield from texts
             return
-        own_texts, problem = list[str](), None
+        local_texts, problem = list[str](), None
         try:
-            own_texts.extend(texts)
+            local_texts.extend(texts)
         except HpctrainError as error:
             problem = error
         with self.world.agreement():
             if problem is not None:
                 raise problem
-        sent = self.replica, own_texts if self._is_first_of_replica else []
+        sent = self.replica, local_texts if self._is_first_of_replica else []
         gathered = self.world.everyone.all_gather_object(sent)
         texts_of_replicas = [
             [text for replica, texts_of_rank in gathered if replica == number for text in texts_of_rank]

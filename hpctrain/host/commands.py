@@ -80,11 +80,11 @@ def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.envi
             f"--ranks {ranks}: there is neither mpirun nor $MPIRUN here: start {ranks} ranks with srun"
         )
     words = [*command, "-n", str(ranks), *module_command(arguments=sys.argv[1:])]
-    own = {"OMP_NUM_THREADS": "1"} | dict(environment)
+    mpirun_environment = {"OMP_NUM_THREADS": "1"} | dict(environment)
     if os.geteuid() == 0:
-        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        mpirun_environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     sys.stdout.flush()
-    os.execvpe(words[0], words, own)
+    os.execvpe(words[0], words, mpirun_environment)
 
 
 def mpirun_command(environment: Mapping[str, str]) -> Sequence[str] | None:

@@ -239,13 +239,13 @@ def configure_allocator(environment: Mapping[str, str]) -> bool:
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None or torch.version.hip or any(map(environment.get, _ALLOCATOR_VARIABLES)):
         return False
-    known = True
+    all_supported = True
     for setting in _ALLOCATOR_SETTINGS:
         try:
             configure(setting)
         except (RuntimeError, ValueError):
-            known = False
-    return known
+            all_supported = False
+    return all_supported
 
 
 def prepare_device(device: torch.device, deterministic: bool = True) -> None:

@@ -83,8 +83,8 @@ def environment_without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     Args:
         environment: Environment of this process, which does not change.
     """
-    kept = {name: value for name, value in environment.items() if not name.startswith(_PREFIXES)}
-    return {**kept, "MPI4PY_RC_INITIALIZE": "0"}
+    variables = {name: value for name, value in environment.items() if not name.startswith(_PREFIXES)}
+    return {**variables, "MPI4PY_RC_INITIALIZE": "0"}
 
 
 def check_launched_size(environment: Mapping[str, str], size: int, vendor: str) -> None:
@@ -207,14 +207,14 @@ def core_warning(threads: int, ranks: Sequence[tuple[object, Sequence[int]]]) ->
     """
     if threads == 1:
         return ""
-    for rank, (node, own) in enumerate(ranks):
-        here = [cores for other, cores in ranks if other == node]
-        cores, threads_of_node = len(set().union(*here)), len(here) * threads
-        if 0 < len(own) < threads:
+    for rank, (node, rank_cores) in enumerate(ranks):
+        cores_on_node = [cores for other, cores in ranks if other == node]
+        cores, threads_of_node = len(set().union(*cores_on_node)), len(cores_on_node) * threads
+        if 0 < len(rank_cores) < threads:
             return (
-                f"run.threads = {threads}, but rank {rank} may use only {counted(len(own), 'core')}: use "
-                f"mpirun --map-by slot:PE={threads} or --bind-to none, srun --cpus-per-task={threads}, or "
-                "fewer threads"
+                f"run.threads = {threads}, but rank {rank} may use only {counted(len(rank_cores), 'core')}: "
+                f"use mpirun --map-by slot:PE={threads} or --bind-to none, srun --cpus-per-task={threads}, "
+                "or fewer threads"
             )
         if 0 < cores < threads_of_node:
             return (

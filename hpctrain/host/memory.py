@@ -91,8 +91,8 @@ def keep_freed_memory() -> bool:
     if malloc_variable(os.environ) or not _is_glibc():
         return False
     library = ctypes.CDLL(None)
-    kept = library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
-    return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    is_set = library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
+    return bool(is_set and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def release_freed_memory() -> None:

@@ -47,7 +47,7 @@ def problem_report(findings: str, variables: Mapping[str, str]) -> str:
         variables: The environment variables of this process.
     """
     packages = {each.metadata["Name"]: each.version for each in distributions()}
-    kept = {
+    selected = {
         name: value
         for name, value in variables.items()
         if name.startswith(_PREFIXES) and not any(word in name.upper() for word in _SECRET)
@@ -57,7 +57,7 @@ def problem_report(findings: str, variables: Mapping[str, str]) -> str:
         "System": [platform.platform(), f"Python {platform.python_version()}", *_processor()],
         "MPI libraries": loaded_mpi_libraries() or ["none is loaded"],
         "Packages": sorted(f"{name} {version}" for name, version in packages.items()),
-        "Environment variables": sorted(f"{name}={escaped(value)}" for name, value in kept.items()),
+        "Environment variables": sorted(f"{name}={escaped(value)}" for name, value in selected.items()),
         **{path: _head(Path(path)) for path in _SYSTEM_FILES},
     }
     return "\n".join(f"== {title}\n" + "\n".join(lines) + "\n" for title, lines in parts.items())

@@ -76,10 +76,10 @@ def mark_segments(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker |
         MPI, or if the marker cannot be written; None on this rank if it cannot be locked here.
     """
     mapped = node.allgather(sorted(_mapped_segments(Path("/proc/self/maps"), folder)))
-    own = sorted({name for names in mapped for name in names})
+    names_of_job = sorted({name for names in mapped for name in names})
     marker: SegmentMarker | None = None
     if node.rank == 0:
-        marker = _write(_existing_segments(own, folder), folder)
+        marker = _write(_existing_segments(names_of_job, folder), folder)
     path = node.bcast(None if marker is None else marker.path)
     if path is None:
         return None

@@ -168,13 +168,13 @@ def _keys(structure: CheckpointIndex) -> dict[str, object]:
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Return all values of nested dictionaries by their full names, such as "optimizer.muon.momentum"."""
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, value in tables.items():
         if isinstance(value, dict) and value:
-            found |= _flat(value, f"{prefix}{name}.")
+            values |= _flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            values[f"{prefix}{name}"] = value
+    return values
 
 
 def _state(state: Mapping[str, Any]) -> dict[str, object]:

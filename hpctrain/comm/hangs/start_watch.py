@@ -67,10 +67,10 @@ def _watch(seconds: float, over: threading.Event) -> None:
         stopped, stopped_before = stopped_now & stopped_before, stopped_now
         if not stopped and passed < max(seconds, LONG_START_SECONDS):
             continue
-        own = launched_rank(os.environ)
-        if own > min(states.keys() - stopped, default=own) and passed < seconds + _SECONDS_FOR_LOWEST:
+        rank = launched_rank(os.environ)
+        if rank > min(states.keys() - stopped, default=rank) and passed < seconds + _SECONDS_FOR_LOWEST:
             continue
-        for sentence in describe_start(stopped, passed, own):
+        for sentence in describe_start(stopped, passed, rank):
             print_error(f"error: {sentence}")
         os._exit(EXIT_INTERNAL)
 

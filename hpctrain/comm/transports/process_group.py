@@ -268,9 +268,9 @@ class ProcessGroupTransport(PairwiseTransport):
         flat = flat_view(call.tensor)
         if not self._is_summed(call):
             return self.start_reduction(call)
-        own = flat if self.rank == call.root else flat.clone()  # gloo adds in the memory of all ranks
-        works = [self.group.reduce(own, call.root, ReduceOp.SUM)] if len(flat) else []
-        return self.finish(call.blocking, works, own)
+        memory = flat if self.rank == call.root else flat.clone()  # gloo adds in the memory of all ranks
+        works = [self.group.reduce(memory, call.root, ReduceOp.SUM)] if len(flat) else []
+        return self.finish(call.blocking, works, memory)
 
     def reduce_scatter(self, call: Call) -> TransportWork | None:
         """Reduce `call.tensor` and write this rank's elements into `call.output`, or start that. Collective.

@@ -255,9 +255,9 @@ class SharedTransport(Transport):
         """Write this rank's piece into common memory, and wait until all ranks have written theirs."""
         assert call.tensor is not None
         begin, count = ranges_of_ranks(call.counts, common, self.size)[self.rank]
-        own = flat_view(common)[begin : begin + count]
-        if own.data_ptr() != call.tensor.data_ptr():
-            own.copy_(flat_view(call.tensor))
+        local_piece = flat_view(common)[begin : begin + count]
+        if local_piece.data_ptr() != call.tensor.data_ptr():
+            local_piece.copy_(flat_view(call.tensor))
         counters = self.counters.open()
         counters.set_finished()
         yield counters.until_finished(self._peers)

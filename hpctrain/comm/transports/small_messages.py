@@ -131,8 +131,8 @@ class SmallOperations:
         memory, most = self._memory, small_operation_bytes(self.size)
         # A later group of the same ranks may use the memory and continues the count.
         offset = memory.reuse(("small operations", *self.users), PAGESIZE + _COPIES * most, self)
-        own = None if offset is None else MemoryLocation(memory.rank, offset)
-        locations = self._communicator.allgather(own and (own, memory.words(own, 1)[0]))
+        local = None if offset is None else MemoryLocation(memory.rank, offset)
+        locations = self._communicator.allgather(local and (local, memory.words(local, 1)[0]))
         if None in locations:
             self.most_bytes = -1
             return False

@@ -121,19 +121,19 @@ def traffic_of(
 
 def _hierarchical_traffic(call: Call, rank: int, size: int, local: int) -> Traffic:
     """Return the traffic of a call that crosses links once, with `local` ranks on each node."""
-    node, place = divmod(rank, local)
+    node, local_rank = divmod(rank, local)
     nodes, last = size // local, size // local - 1
-    own = _piece_bytes(call, rank, size)
-    slices = sum(_piece_bytes(call, other, size) for other in range(place, size, local))
+    piece = _piece_bytes(call, rank, size)
+    slices = sum(_piece_bytes(call, other, size) for other in range(local_rank, size, local))
     if call.operation == "all_gather":
-        return Traffic(last * own, slices - own, 1)
-    wide = 2 if call.dtype is not None and call.dtype.itemsize == 2 and call.reduction == "sum" else 1
-    forward, before = wide * slices * (node < last), wide * slices * (node > 0)
+        return Traffic(last * piece, slices - piece, 1)
+    width = 2 if call.dtype is not None and call.dtype.itemsize == 2 and call.reduction == "sum" else 1
+    forward, before = width * slices * (node < last), width * slices * (node > 0)
     if call.operation == "all_reduce":
         return Traffic(forward + slices * (node > 0), before + slices * (node < last), last + last - node)
     assert call.operation == "reduce_scatter", call.operation
-    back = slices - own if node == last else 0
-    return Traffic(forward + back, before + own * (node < last), nodes - 1 + (node < last))
+    back = slices - piece if node == last else 0
+    return Traffic(forward + back, before + piece * (node < last), nodes - 1 + (node < last))
 
 
 def _piece_bytes(call: Call, rank: int, size: int) -> int:

@@ -319,9 +319,9 @@ class PieceExchange(NamedTuple):
         """Copy the piece that `rank`, which is this rank, keeps for itself. Local."""
         source, target = flat_view(self.source), flat_view(self.target)
         (begin, length), (position, _) = self.sends[rank], self.receives[rank]
-        own, kept = source[begin : begin + length], target[position : position + length]
-        if length and own.data_ptr() != kept.data_ptr():
-            kept.copy_(own)
+        source_piece, target_piece = source[begin : begin + length], target[position : position + length]
+        if length and source_piece.data_ptr() != target_piece.data_ptr():
+            target_piece.copy_(source_piece)
 
     @staticmethod
     def _other_ranks(

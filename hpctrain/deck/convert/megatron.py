@@ -88,8 +88,8 @@ def _attention_bias(options: SourceOptions, biases: bool) -> str:
     """Return the value of model.attention_bias. Latent attention has no biases."""
     if options.is_on("--multi-latent-attention"):
         return "none"
-    own = "query_key_value" if options.is_on("--add-qkv-bias") else "none"
-    return "all" if biases else own
+    without_all = "query_key_value" if options.is_on("--add-qkv-bias") else "none"
+    return "all" if biases else without_all
 
 
 # Conversions that rows of megatron.toml name. Those that return a tuple set several keys.

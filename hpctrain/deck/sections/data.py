@@ -122,6 +122,6 @@ def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
         "model.vocabulary": "has no effect with data.dataset: it applies to token files (leave it out)",
     }
     for full, sentence in why.items():
-        given = deck.sources.places.get(full)
-        if given is not None and not given.note:
+        place = deck.sources.places.get(full)
+        if place is not None and not place.note:
             yield DeckProblem(full, sentence, ("data.dataset",))

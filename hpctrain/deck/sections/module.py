@@ -120,8 +120,8 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
         if not is_target(getattr(deck.model, key)):
             yield DeckProblem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
     for name in starmap(key_name, Model.model_fields.items()):
-        given = deck.sources.places.get(f"model.{name}")
-        if name not in MODULE_KEYS and given is not None and not given.note:
+        place = deck.sources.places.get(f"model.{name}")
+        if name not in MODULE_KEYS and place is not None and not place.note:
             remedy = "leave it out" + ("" if _has_stored_config(deck) else ", or use [model.arguments]")
             yield DeckProblem(f"model.{name}", f"has no effect with model.module ({remedy})")
     yield from _pipeline(deck)

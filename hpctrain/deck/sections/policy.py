@@ -222,8 +222,8 @@ def max_sample_tokens(deck: Deck) -> int:
 
     A sample of a deck that trains a policy is a prompt, which must leave space for an answer.
     """
-    own = deck.policy.tokens if deck.objective.kind in POLICY_KINDS else 0
-    return max(1, deck.batch.sequence - own)
+    answer_tokens = deck.policy.tokens if deck.objective.kind in POLICY_KINDS else 0
+    return max(1, deck.batch.sequence - answer_tokens)
 
 
 def sequences_per_sample(deck: Deck) -> int:
@@ -348,12 +348,12 @@ def dedicated_rank_problems(
         has_reward_models: True if reward models compute some of the rewards.
         has_reference: True if the loss depends on a reference model.
     """
-    own = dedicated_ranks(deck)
-    for model, ranks in own.items():
+    dedicated = dedicated_ranks(deck)
+    for model, ranks in dedicated.items():
         name = f"policy.{RANK_KEYS[model]}"
         if 0 in ranks:
             yield DeckProblem(name, "contains rank 0, which holds the policy (use the last ranks)")
-    vain = {
+    requirements = {
         CRITIC: (
             deck.objective.kind == "ppo",
             "objective.kind",
@@ -366,12 +366,12 @@ def dedicated_rank_problems(
             "has no effect without a reward model in policy.reward",
         ),
     }
-    for model, (used, other, sentence) in vain.items():
-        if model in own and not used:
+    for model, (used, other, sentence) in requirements.items():
+        if model in dedicated and not used:
             yield DeckProblem(f"policy.{RANK_KEYS[model]}", f"{sentence} (leave it out)", (other,))
-    if not own:
+    if not dedicated:
         return
-    keys = tuple(f"policy.{RANK_KEYS[model]}" for model in own)
+    keys = tuple(f"policy.{RANK_KEYS[model]}" for model in dedicated)
     for name, value, why in _EXCLUDED_FEATURES:
         if deck.value(name) not in {None, value}:
             sentence = f"conflicts with {keys[0]}: {why} (use {toml_value(value)})"

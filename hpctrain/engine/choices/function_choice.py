@@ -157,20 +157,20 @@ def computed_by_torch(deck: Deck) -> list[str]:
     Matrix products are not among them.
     """
     model = deck.model
-    found = []
+    parts = []
     if ACTIVATIONS[model.activation].kernel is None or model.experts is not None:
         place = "" if ACTIVATIONS[model.activation].kernel is None else " of experts"
-        found.append(f"activations{place} (model.activation = {toml_value(model.activation)})")
+        parts.append(f"activations{place} (model.activation = {toml_value(model.activation)})")
     if model.norm_weight == "none":
-        found.append('norms (model.norm_weight = "none")')
+        parts.append('norms (model.norm_weight = "none")')
     elif model.norm == "layer" and not model.norm_bias:
-        found.append("norms (model.norm_bias = false)")
+        parts.append("norms (model.norm_bias = false)")
     if model.query_key_norm not in {"none", "head"}:
         kind = toml_value(model.query_key_norm)
-        found.append(f"norms of queries and keys (model.query_key_norm = {kind})")
+        parts.append(f"norms of queries and keys (model.query_key_norm = {kind})")
     if model.logit_cap:
-        found.append(f"the loss (model.logit_cap = {toml_value(model.logit_cap)})")
-    return found
+        parts.append(f"the loss (model.logit_cap = {toml_value(model.logit_cap)})")
+    return parts
 
 
 def functions_of(deck: Deck, device: torch.device) -> LayerFunctions:

@@ -53,7 +53,7 @@ def corners(positions: Array, values: Array, most: int) -> Indices:
         return np.arange(len(values))
     slopes = np.diff(values) / np.diff(positions)
     bends = 1 + np.flatnonzero(~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0))
-    found = np.array([0, *bends, len(values) - 1], dtype=np.int64)
-    if len(found) <= most:
-        return found
+    indices = np.array([0, *bends, len(values) - 1], dtype=np.int64)
+    if len(indices) <= most:
+        return indices
     return np.unique(np.linspace(0, len(values) - 1, most).astype(np.int64))
