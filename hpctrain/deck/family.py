@@ -179,7 +179,7 @@ class ModelType:
         epsilon: Key and default of the number that norms add; key "" for a constant.
         tied: Default of `tie_word_embeddings`.
         rope_base: Default of the base of rotary positions.
-        rope_keys: Keys of this base and of the share of rotated features, beside `rope_parameters`.
+        rope_keys: Keys of this base and of the share of rotated features, if they are not in `rope_parameters`.
         activation: Key and default of the activation.
         activation_aliases: Activation that `transformers` computes for a value of this key, where its name is
             that of another one.
@@ -208,13 +208,13 @@ class ModelType:
         constants: Keys of a config.json that are written and not read.
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
-        quantization: `quant_method` of quantized weights that are read beside fp8; "" for none.
-        longrope_original: Default of `original_max_position_embeddings` beside `rope_parameters`, which
-            `transformers` prefers to the value in there with "longrope"; None if the class has no default.
+        quantization: `quant_method` of quantized weights that are read in addition to fp8; "" for none.
+        longrope_original: Default of `original_max_position_embeddings` outside of `rope_parameters`. With
+            "longrope", `transformers` prefers it to the value in there. None if the class has no default.
         rope_kinds: Kinds of scaled rotary positions that `transformers` supports, all with a head size of
             hidden / heads; () for no restriction on either.
         rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
-        constant_fields: Fields of a ModelShape with one value in all its models, beside family defaults.
+        constant_fields: Fields of a ModelShape with one value in all its models, besides family defaults.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.
         rope_local_base: Default of `rope_local_base_freq`; None for `rope_base` and no such key.
         latent: Keys of a config.json with sizes of latent attention, and their defaults, by the key of

@@ -110,7 +110,7 @@ void audit_columns(const char *x, int64_t rows, int64_t columns, int64_t stride,
     else columns_of(x, rows, columns, stride, vector, weights, products, squares, 2);
 }
 
-/* Both of one matrix: write the sums of its rows with `along`, and add those of its columns with `across`. */
+/* Write the sums of the rows of a matrix with `along`, and add the sums of its columns with `across`. */
 void audit_matrix(const char *x, int64_t rows, int64_t columns, int64_t stride, const float *along,
                   const float *across, float *of_rows, float *row_squares, float *of_columns,
                   float *column_squares, int size) {
@@ -124,8 +124,8 @@ void audit_matrix(const char *x, int64_t rows, int64_t columns, int64_t stride, 
 
 /* Raise `worst` to the largest error of a row relative to its tolerance (AuditKernels.judge explains it).
  *
- * `limit` is the largest magnitude that certainly does not overflow. `accumulated` and `rounded` are the factors of
- * the errors of accumulation and rounding. */
+ * `limit` is the largest magnitude that certainly does not overflow. `accumulated` and `rounded` are the ratios of
+ * bounds to magnitudes for accumulation and for additional roundings (ErrorBounds.factors). */
 void audit_judge(int64_t rows, const float *expected, const float *there, const float *added, const float *squares,
                  int64_t depth, float accumulated, float rounded, float limit, int alike,
                  float least, float coherent, float biased, float *worst) {

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts of a report from the numbers that stand in it, and tells values where the pointer is.
+// Draws the charts of a report from the numbers that the page contains, and shows the values at the pointer.
 (() => {
 const root = document.documentElement;
 window.addEventListener("error", (event) => { root.dataset.error = event.message; });
@@ -43,7 +43,7 @@ const WRITTEN = {
 const place = (value, digits) => state.axis === "time" ? timed(value)
   : state.axis === "tokens" ? WRITTEN.count(value, digits) : Math.round(value).toLocaleString("en");
 
-// Where `wanted` would stand among rising numbers: the first index whose number is not below it.
+// Index at which `wanted` belongs among ascending numbers: the first one whose number is not below it.
 function below(numbers, wanted) {
   let low = 0, high = numbers.length;
   while (low < high) {
@@ -104,7 +104,8 @@ function average(values, start, end, kind) {
   return ordered.length % 2 ? ordered[half] : (ordered[half - 1] + ordered[half]) / 2;
 }
 
-// Averages over a window around points: symmetric, so narrower at both ends, which are steep or would flicker.
+// Averages over a symmetric window around points. It is narrower at both ends of a curve, so that a steep start is
+// not distorted and the end does not fluctuate.
 function smoothed(curve, kind) {
   const { steps, values } = curve.middle || curve;
   const points = values.length, window = Math.round(WINDOWS[state.smooth] * points);
@@ -323,7 +324,7 @@ function draw_marks(chart, floor) {
   });
 }
 
-// The values at a place, or with null the last ones.
+// Show the values at a position of the horizontal axis; for null, the last values.
 function point(chart, at) {
   chart.cursor.replaceChildren();
   let told = "";
@@ -394,7 +395,7 @@ function listen(chart) {
 function draw_all(anew = false) {
   if (anew) data.charts.forEach(arrange);
   state.span = span_of_all();
-  // All are asked for their widths before any is drawn: in turns each would be laid out anew.
+  // All widths are read before any chart is drawn. Otherwise the browser would compute the layout again for each.
   const widths = data.charts.map((chart) => chart.svg.clientWidth);
   data.charts.forEach((chart, number) => draw(chart, widths[number]));
   document.getElementById("whole").hidden = state.zoom === null;
@@ -427,7 +428,7 @@ function start() {
   theme.addEventListener("change", () => {
     if (theme.value) root.dataset.theme = theme.value; else delete root.dataset.theme;
   });
-  // What a link asks for: #x=time&smooth=0&colours=dark
+  // Settings in the fragment of a link: #x=time&smooth=0&colours=dark
   const asked = new URLSearchParams(location.hash.slice(1));
   const axis = document.querySelector(`input[name=axis][value="${CSS.escape(asked.get("x") || "")}"]`);
   if (axis) { axis.checked = true; state.axis = axis.value; }
