@@ -1,4 +1,7 @@
-"""Wording of messages: commands, corrections of names, lists, tables and control characters."""
+"""Wording of messages: commands, corrections of names, lists, tables and control characters.
+
+Tests of text.py and errors.py.
+"""
 
 from __future__ import annotations
 

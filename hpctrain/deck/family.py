@@ -128,7 +128,7 @@ class MixtureFiles:
     Attributes:
         sizes: Keys of a config.json and their defaults, by the key of [model.experts]. "per_token" is 0 if
             there is no default.
-        constants: Keys of [model.experts] with one value in all models, beside defaults of the family.
+        constants: Keys of [model.experts] with one value in all models, besides family defaults.
         layers: Names of layers, each followed by those of native layers, like `ModelType.layers`.
         gate_up: Names of the layers of an expert that compute gate and up, or of one tensor of all experts.
             The first {} is the number of the block, the second one that of the expert.
@@ -179,7 +179,7 @@ class ModelType:
         epsilon: Key and default of the number that norms add; key "" for a constant.
         tied: Default of `tie_word_embeddings`.
         rope_base: Default of the base of rotary positions.
-        rope_keys: Keys of this base and of the share of rotated features, if they are not in `rope_parameters`.
+        rope_keys: Keys of this base and of the share of rotated features outside of `rope_parameters`.
         activation: Key and default of the activation.
         activation_aliases: Activation that `transformers` computes for a value of this key, where its name is
             that of another one.
