@@ -62,7 +62,7 @@ class Model(Section):
         min_length=1,
     )
     family: FamilyName = key(
-        "Published architecture that decides the defaults of the keys below.",
+        'Architecture that decides the defaults of the keys below; Qwen and Mistral are "llama".',
         derived="the preset's, else required",
     )
     layers: int = key(
