@@ -123,12 +123,12 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     a, b, c = _COEFFICIENTS
     rows, columns = x.shape
     gram, polynomial = x.new_empty(rows, rows), x.new_empty(rows, rows)
-    free, result = matrix.view(-1).view(rows, columns), x.new_empty(rows, columns)
+    spare, result = matrix.view(-1).view(rows, columns), x.new_empty(rows, columns)
     for _ in range(steps):
         _symmetric_product(gram, x, x.t())
         _symmetric_product(polynomial, gram, gram, b, c)
         torch.addmm(x, polynomial, x, beta=a, out=result)
-        x, result, free = result, free, result
+        x, result, spare = result, spare, result
     return x.t().contiguous() if tall else x
 
 

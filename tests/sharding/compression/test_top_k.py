@@ -19,21 +19,21 @@ class Reference:
 
     def __init__(self, name: str, length: int, ranks: int, momentum: float) -> None:
         self.name, self.length, self.momentum = name, length, np.float32(momentum)
-        self.moving = np.zeros((ranks, length), np.float32)
+        self.velocity = np.zeros((ranks, length), np.float32)
         self.unsent = np.zeros((ranks, length), np.float32)
 
     def step(self, step: int) -> Array:
         total = np.zeros(self.length, np.float32)
-        for rank, (moving, unsent) in enumerate(zip(self.moving, self.unsent, strict=True)):
+        for rank, (velocity, unsent) in enumerate(zip(self.velocity, self.unsent, strict=True)):
             gradient = given(self.name, self.length, rank, step)
-            moving[:] = self.momentum * moving + gradient
+            velocity[:] = self.momentum * velocity + gradient
             if step < WARMUP:
                 total += gradient
                 continue
-            unsent[:] += moving if self.momentum else gradient
+            unsent[:] += velocity if self.momentum else gradient
             largest = np.argsort(-np.abs(unsent), kind="stable")[: ceil(RATIO * self.length)]
             total[largest] += unsent[largest]
-            unsent[largest] = moving[largest] = 0
+            unsent[largest] = velocity[largest] = 0
         return total
 
 
@@ -50,7 +50,7 @@ def test_sums_are_those_of_numpy(world: World, momentum: float, keys: tuple[str,
             expected = own(bucket, {name: each.step(step) for name, each in references.items()})
             for name, values in expected.items():
                 assert np.array_equal(found[name], values) or np.allclose(found[name], values, 1e-5), name
-        kept = {"reducer/momentum": "moving", "reducer/residual": "unsent"}
+        kept = {"reducer/momentum": "velocity", "reducer/residual": "unsent"}
         for tensor in summation.state():
             expected_of_rank = getattr(references[tensor.shard.name], kept[tensor.kind])[world.rank]
             np.testing.assert_allclose(tensor.values.numpy(), expected_of_rank, rtol=1e-5, atol=1e-6)
