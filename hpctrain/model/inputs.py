@@ -148,7 +148,8 @@ class ModelInputs:
         choices: Prescribes the experts of routers, or records those that they choose.
         documents: Documents of whole sequences. Attention stays within one, and learned positions count
             from its beginning. None if each sequence is one document.
-        cache: Keys and values of texts that are continued. Then b is 1, and s is any rows of any texts.
+        cache: Keys and values of texts that are continued. Then b is 1, and the s rows may belong to any
+            texts.
         lengths: Numbers of real tokens of whole sequences. None if there is no padding.
         text_length: Number of tokens of each text, on which scaled rotary positions may depend. None for the
             length of the model's sequences, as in training.

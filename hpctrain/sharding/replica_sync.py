@@ -18,7 +18,7 @@ from hpctrain.sharding.bucket import Bucket
 
 
 class Weights(Protocol):
-    """Updated fp32 weights that this rank owns of each bucket (`Bucket.owned_slice`)."""
+    """fp32 master weights of the elements that this rank updates in each bucket (`Bucket.owned_slice`)."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -39,9 +39,9 @@ class Weights(Protocol):
 class ReplicaSync(Protocol):
     """Keeps replicas equal, or lets them diverge for some steps (`ZeroSharding.diverging`).
 
-    Diverging replicas clip gradients by their own norms. State that they have in common is not
-    `per_replica` (see StateTensor). If there is a model in common, it is of the kind MODEL, resumed
-    "always", and readers of a checkpoint take it for the model.
+    Diverging replicas clip gradients by their own norms. State that all replicas share is not `per_replica`
+    (see StateTensor). A shared model has the kind MODEL and the resume mode "always", and readers of a
+    checkpoint use it as the model.
     """
 
     def begin(self, weights: Weights) -> None:  # noqa: ARG002

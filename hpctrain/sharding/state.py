@@ -99,7 +99,8 @@ class StateOptions:
         diverging: True if each replica has its own, which is stored as [replicas, ...]. None is the bucket's
             own setting.
         shape: Shard of a shape other than the parameter's; None is the parameter's.
-        same_values_group: Group whose ranks hold other pieces of the parameter, but the same of this tensor.
+        same_values_group: Group whose ranks hold different pieces of the parameter, but equal values of this
+            tensor.
         owned_only: True if a rank has only the values of elements that it owns; False if all ranks have all.
     """
 

@@ -204,7 +204,8 @@ class KernelTable:
         chosen: Kernels by pass and shape.
         stored_choices: Names of the chosen kernels by the name of the measurement, for checkpoints.
         note: Origin of the choice, in words.
-        constant_period: Number of the current period in which matrices do not change. None outside of them.
+        constant_period: Number of the current period in which matrices do not change. None outside of such
+            periods.
     """
 
     default: MatmulKernel = LIBRARY
