@@ -33,6 +33,12 @@ from hpctrain.units import format_bytes, format_count
 MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to nothing (arXiv 2305.16264)
 
 
+def epochs_text(epochs: float) -> str:
+    """Return a number of epochs with its noun, such as "0.16 epochs"."""
+    number = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
+    return f"{number} epoch" + "s" * (number != "1")
+
+
 def introduction(
     deck: Deck, engine: Engine, corpus: Corpus, peak: float, state: TrainState, ranks: str = ""
 ) -> list[str]:
@@ -50,7 +56,6 @@ def introduction(
     sequences = corpus.train.source.count
     rest = samples_of(deck.batch, deck.run.steps) - samples_of(deck.batch, state.step)
     epochs = corpus.train.epoch(state.samples + rest)
-    taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
     numbers = count(architecture)
     engine_ranks = f"{counted(world.size, 'rank')} ({sizes_text(mesh.sizes)})"
     active = active_words(numbers.parameters, numbers.active_parameters)
@@ -59,7 +64,7 @@ def introduction(
         f"{deck.precision.format_name}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
         f"{_material(corpus, deck)}; {format_count(deck.batch.global_size * deck.batch.sequence)} per step, "
-        f"{taken} epochs in {counted(deck.run.steps, 'step')}; matrix products run at "
+        f"{epochs_text(epochs)} in {counted(deck.run.steps, 'step')}; matrix products run at "
         f"{peak / 1e9:.1f} GFLOP/s per rank on {gpu_name(world.device) or 'the CPU'}"
         + " (100% MFU)"
         * (corpus.dataset is None),

@@ -10,7 +10,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.corpus import open_corpus
 from hpctrain.train.step import TrainState
-from hpctrain.train.summary import decay_ended, introduction
+from hpctrain.train.summary import decay_ended, epochs_text, introduction
 from tests.data.preparing import prepare
 from tests.engines import small_deck, trainer
 
@@ -152,3 +152,11 @@ def test_only_a_decay_that_ends_is_said_to_have_ended() -> None:
 
     assert "steps 21 to 40 train at its floor" in ended("wsd")
     assert ended("constant") == ended("inverse-sqrt") == ""
+
+
+def test_one_epoch_is_singular() -> None:
+    assert [epochs_text(number) for number in (0.16, 1.001, 127.4)] == [
+        "0.16 epochs",
+        "1 epoch",
+        "127 epochs",
+    ]
