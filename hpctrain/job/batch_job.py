@@ -145,7 +145,7 @@ def plan_job(path: Path, overrides: Sequence[str], options: JobOptions) -> Job:
         gpus_per_node=gpus,
         node_counts=node_counts,
         memory=memory,
-        warnings=(*_choices_to_reconsider(deck, most, ranks, gpus, options.cores_per_rank), *warnings),
+        warnings=(*_option_warnings(deck, most, ranks, gpus, options.cores_per_rank), *warnings),
     )
     return replace(job, warnings=(*job.warnings, job.core_warning)) if job.core_warning else job
 
@@ -233,7 +233,7 @@ def _check_options(options: JobOptions, path: Path, overrides: Sequence[str]) ->
         raise HpctrainError(problems)
 
 
-def _choices_to_reconsider(deck: Deck, nodes: int, ranks: int, gpus: int, cores: int | None) -> list[str]:
+def _option_warnings(deck: Deck, nodes: int, ranks: int, gpus: int, cores: int | None) -> list[str]:
     """Return warnings about choices with which the job would run slowly, or not at all."""
     warnings = []
     tensor = deck.layout.tensor

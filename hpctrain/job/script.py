@@ -76,8 +76,8 @@ def render_script(job: Job, program: str, file: str, command: str, placeholders:
             raise HpctrainError(f"{name}, {text}: {problem}")
     scheduler = job.options.scheduler
     fields = _common(job, file, command, placeholders) | {"program": shlex.quote(program)}
-    special = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux, "kubernetes": _kubernetes}
-    fields |= special[scheduler](job, quote_path(file))
+    field_functions = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux, "kubernetes": _kubernetes}
+    fields |= field_functions[scheduler](job, quote_path(file))
     if scheduler == "kubernetes":
         fields["launch"] = indent(_render("launch-kubernetes.sh", fields), " " * 18)
         return _render("kubernetes.yaml", fields) + "\n"
@@ -140,7 +140,7 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
     mpirun = job.launcher == "mpirun"
     tasks = len(job.options.variants)
     # With "B:", Slurm signals only this script, which runs mpirun; otherwise the ranks that srun started.
-    to = "B:" if mpirun else ""
+    target = "B:" if mpirun else ""
     least, most = job.options.nodes
     cores = {"cores": str(job.ranks_per_node * job.cores_per_rank)}
     fields = {
@@ -153,7 +153,7 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
         "memory": f"#SBATCH --mem={_megabytes(job)}M" if job.memory else "",
         "array": f"#SBATCH --array=0-{tasks - 1}" if tasks else "",
         "output": "%x-%A-%a.out" if tasks else "%x-%j.out",
-        "signal": f"#SBATCH --signal={to}USR1@{min(WARNING_SECONDS, job.seconds // 4)}",
+        "signal": f"#SBATCH --signal={target}USR1@{min(WARNING_SECONDS, job.seconds // 4)}",
         "mpirun": 'read -ra mpirun <<<"${MPIRUN:-mpirun}"' if mpirun else "",
         "faults": f'"{job.name}-$SLURM_JOB_ID.faults"',
         "resubmit": 'echo "exit code $code: queued again"\nscontrol requeue "$SLURM_JOB_ID"',

@@ -55,11 +55,11 @@ def probe(
     original = {name: buffer.clone() for name, buffer in module.named_buffers()}
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
-        yield from _passes(call, micro)
+        yield from _find_unrepeatable_passes(call, micro)
         _restore(module, original)
-        yield from _gradients(call, micro, losses)
+        yield from _find_missing_gradients(call, micro, losses)
         _restore(module, original)
-        yield from _additive(call, micro, losses)
+        yield from _find_nonadditive_losses(call, micro, losses)
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     _restore(module, original)
@@ -77,7 +77,7 @@ def shared_memory(module: nn.Module) -> Iterator[ProbeFinding]:
             )
 
 
-def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
+def _find_unrepeatable_passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
     """Yield in-place changes of the input, unseeded random numbers, and state outside of buffers."""
     module = call.module
     original = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -125,7 +125,7 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
         yield ProbeFinding("the output of the forward pass is not finite")
 
 
-def _gradients(
+def _find_missing_gradients(
     call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
     """Yield the parameters that get no gradient."""
@@ -143,7 +143,7 @@ def _gradients(
 
 
 @torch.no_grad()
-def _additive(
+def _find_nonadditive_losses(
     call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
     """Yield losses that are not sums over samples, if outputs do not depend on other samples."""

@@ -27,20 +27,20 @@ def outputs_of(modules: Mapping[nn.Module, Callable[[], bool]]) -> Iterator[dict
     outputs: dict[str, list[Tensor]] = {}
     owners: dict[str, nn.Module] = {}
     passes = dict.fromkeys(modules, 0)
-    within: list[str] = []
+    open_submodules: list[str] = []
 
-    def begin(module: nn.Module, _: Any) -> None:
+    def start_pass(module: nn.Module, _: Any) -> None:
         passes[module] += 1
-        within.clear()
+        open_submodules.clear()
 
-    def enter(name: str, *_: object) -> None:
+    def enter_submodule(name: str, *_: object) -> None:
         if not in_backward():
-            within.append(name)
+            open_submodules.append(name)
 
-    def take(name: str, owner: nn.Module, _: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
+    def record_output(name: str, owner: nn.Module, _: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
         if in_backward():
             return
-        within.remove(name)
+        open_submodules.remove(name)
         fractions = (each for each in tensors_of(output) if each.is_floating_point())
         first = next(fractions, None)
         if first is None or passes[owner] != 1 or not modules[owner]():
@@ -49,13 +49,13 @@ def outputs_of(modules: Mapping[nn.Module, Callable[[], bool]]) -> Iterator[dict
             outputs.setdefault(name, []).append(first.detach().clone())
 
     parts = [(name, each, module) for module in modules for name, each in module.named_modules() if name]
-    hooks = [module.register_forward_pre_hook(begin) for module in modules]
-    hooks += [each.register_forward_pre_hook(partial(enter, name)) for name, each, _ in parts]
-    hooks += [each.register_forward_hook(partial(take, name, owner)) for name, each, owner in parts]
+    hooks = [module.register_forward_pre_hook(start_pass) for module in modules]
+    hooks += [each.register_forward_pre_hook(partial(enter_submodule, name)) for name, each, _ in parts]
+    hooks += [each.register_forward_hook(partial(record_output, name, owner)) for name, each, owner in parts]
     try:
         yield outputs
     except HpctrainError as error:
-        place = [f"  in submodule {within[-1]}"] if within else []
+        place = [f"  in submodule {open_submodules[-1]}"] if open_submodules else []
         raise type(error)([*error.problems, *place]) from error
     finally:
         for hook in hooks:

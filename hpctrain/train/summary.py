@@ -63,7 +63,8 @@ def introduction(
         f"{deck.run.title}: {architecture.title}, {format_count(numbers.parameters)} parameters, {active}"
         f"{deck.precision.format_name}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
-        f"{_material(corpus, deck)}; {format_count(deck.batch.global_size * deck.batch.sequence)} per step, "
+        f"{_training_data_text(corpus, deck)}; "
+        f"{format_count(deck.batch.global_size * deck.batch.sequence)} per step, "
         f"{epochs_text(epochs)} in {counted(deck.run.steps, 'step')}; matrix products run at "
         f"{peak / 1e9:.1f} GFLOP/s per rank on {gpu_name(world.device) or 'the CPU'}"
         + " (100% MFU)"
@@ -106,14 +107,14 @@ def introduction(
         lines.append(f"tensors are allocated by malloc, which needs more memory: {world.malloc_reason}")
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
-    lines += _compression_lines(deck, engine) + _replica_lines(deck, engine) + _gathers(engine)
+    lines += _compression_lines(deck, engine) + _replica_lines(deck, engine) + _gather_lines(engine)
     lines += describe_recompute(
         deck, architecture, engine.stage.models, engine.schedule, mesh.coordinate("pipeline")
     )
     return lines + ([engine.offload_description] if engine.offload_description else [])
 
 
-def _material(corpus: Corpus, deck: Deck) -> str:
+def _training_data_text(corpus: Corpus, deck: Deck) -> str:
     """Return a description of the training data."""
     if corpus.trained is not None:
         return describe_training_data(corpus.trained)
@@ -164,7 +165,7 @@ def _replica_lines(deck: Deck, engine: Engine) -> list[str]:
     return [line]
 
 
-def _gathers(engine: Engine) -> list[str]:
+def _gather_lines(engine: Engine) -> list[str]:
     """Return a line if weights are gathered in 8 bits."""
     if not any(isinstance(bucket, EightBitBucket) and bucket.sharers > 1 for bucket in engine.stage.buckets):
         return []

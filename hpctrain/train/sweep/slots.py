@@ -18,7 +18,7 @@ from hpctrain.host.device import GPU_SELECTORS, visible_gpus
 from hpctrain.text import counted
 from hpctrain.train.sweep.variants import SweepVariant
 
-_NAP = 0.2
+_POLL_SECONDS = 0.2
 
 ShowLine = Callable[[str], None]
 
@@ -100,16 +100,16 @@ def train_all(
                     running.append(_Running(variant, _start(deck, variant, words, slot), slot))
                     number = len(codes) + len(running)
                     show(f"{variant.name}: started ({number} of {len(variants)})")
-                time.sleep(_NAP)
+                time.sleep(_POLL_SECONDS)
                 for each in list(running):
-                    _ask(each, requests.times)
+                    _forward_requests(each, requests.times)
                     code = each.process.poll()
                     if code is not None:
-                        code = _outcome(each, code)
+                        code = _exit_code(each, code)
                         running.remove(each)
                         free.append(each.slot)
                         codes[each.variant.name] = code
-                        show(f"{each.variant.name}: {_ended(each.variant, code)}")
+                        show(f"{each.variant.name}: {_end_text(each.variant, code)}")
         finally:
             for each in running:
                 _signal(each.process, signal.SIGKILL)
@@ -147,7 +147,7 @@ def _start(
     if slot.gpus is not None:
         environment[GPU_SELECTORS[visible_gpus().kind]] = ",".join(slot.gpus)
     output = output_of(variant)
-    with failing_as(f"{output}: cannot be written"), output.open("ab") as stream, _on(slot.cores):
+    with failing_as(f"{output}: cannot be written"), output.open("ab") as stream, _bound_to(slot.cores):
         return subprocess.Popen(
             [*words, "run", *settings, "--resume", "--", str(deck)],
             env=environment,
@@ -159,7 +159,7 @@ def _start(
 
 
 @contextmanager
-def _on(cores: Sequence[int] | None) -> Iterator[None]:
+def _bound_to(cores: Sequence[int] | None) -> Iterator[None]:
     """Start processes on these cores during the block."""
     if cores is None or not hasattr(os, "sched_setaffinity"):
         yield
@@ -172,14 +172,14 @@ def _on(cores: Sequence[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, all_cores)
 
 
-def _ask(each: _Running, times: int) -> None:
+def _forward_requests(each: _Running, times: int) -> None:
     """Forward new requests to a run. After USR2, which launchers forward, it stops with a checkpoint."""
     if times > each.requests:
         each.requests = times
         _signal(each.process, signal.SIGUSR2 if times == 1 else signal.SIGKILL)
 
 
-def _outcome(each: _Running, code: int) -> int:
+def _exit_code(each: _Running, code: int) -> int:
     """Return the exit code of a run. If USR2 killed it before it handled signals, it counts as stopped."""
     early = each.requests == 1 and code in (-signal.SIGUSR2, 128 + signal.SIGUSR2)
     return EXIT_AGAIN if early else code
@@ -193,7 +193,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def _ended(variant: SweepVariant, code: int) -> str:
+def _end_text(variant: SweepVariant, code: int) -> str:
     if code == EXIT_DONE:
         return "done"
     if code == EXIT_AGAIN:

@@ -23,7 +23,7 @@ from hpctrain.train.sweep.results import (
     swept_runs,
 )
 from hpctrain.train.sweep.slots import make_slots, train_all
-from hpctrain.train.sweep.variants import Sweep, SweepVariant, make_sweep, record
+from hpctrain.train.sweep.variants import Sweep, SweepVariant, make_sweep, record_runs
 from hpctrain.watch.folder import running_job
 
 ShowLine = Callable[[str], None]
@@ -86,7 +86,7 @@ def sweep_deck(
     codes: Mapping[str, int] = {}
     if not options.show_only:
         refuse_ranks(os.environ)
-        record(sweep)
+        record_runs(sweep)
         remaining = [each.variant for each in results_of(sweep) if not each.done]
         if len(remaining) < len(sweep.variants):
             show(f"{len(sweep.variants) - len(remaining)} of {len(sweep.variants)} runs are done already")
@@ -116,7 +116,7 @@ def sweep_job(path: Path, arguments: Sequence[str], ranks: int, name: str | None
     if ranks % nodes:
         raise HpctrainError(f"--nodes {nodes}: must divide --ranks-each {ranks}")
     sweep = make_sweep(path, arguments, ranks, name)
-    record(sweep)
+    record_runs(sweep)
     each = replace(options, ranks_per_node=ranks // nodes)
     jobs = [plan_job(path, variant.settings, each) for variant in _planned(sweep)]
     memories = [job.memory for job in jobs if job.memory is not None]

@@ -22,7 +22,7 @@ from hpctrain.report.runs import deck_keys
 from hpctrain.text import control_problem
 
 SWEEP_FILE = "sweep.json"
-MOST = 1000  # runs of a sweep
+MAX_RUNS = 1000
 _SWEEP_BYTES = 16 << 20
 _NAME_LENGTH = 80
 _PROBLEMS = 20
@@ -115,7 +115,7 @@ def _parts(text: str) -> Iterator[str]:
 
 def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | None) -> Sweep:
     """Return the runs of a deck for `--set` arguments; raise HpctrainError for all problems."""
-    given: dict[str, list[str]] = {}
+    values_by_key: dict[str, list[str]] = {}
     problems: list[str] = []
     for argument in arguments:
         try:
@@ -123,24 +123,26 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
         except HpctrainError as error:
             problems += error.problems
             continue
-        if key in given:
+        if key in values_by_key:
             problems.append(f"--set {argument}: {key} is given twice; write all of its values with commas")
-        given[key] = values
+        values_by_key[key] = values
     if problems:
         raise HpctrainError(problems)
-    count = prod(map(len, given.values()))
-    if count > MOST:
-        raise HpctrainError(f"the sweep would have {count} runs, more than {MOST}")
-    keys = tuple(key for key, values in given.items() if len(values) > 1)
-    fixed = [f"{key}={values[0]}" for key, values in given.items() if len(values) == 1]
+    count = prod(map(len, values_by_key.values()))
+    if count > MAX_RUNS:
+        raise HpctrainError(f"the sweep would have {count} runs, more than {MAX_RUNS}")
+    keys = tuple(key for key, values in values_by_key.items() if len(values) > 1)
+    fixed = [f"{key}={values[0]}" for key, values in values_by_key.items() if len(values) == 1]
     try:
-        folder, title = _place(path, [*fixed, *(f"{key}={given[key][0]}" for key in keys)], name)
+        folder, title = _folder_and_title(
+            path, [*fixed, *(f"{key}={values_by_key[key][0]}" for key in keys)], name
+        )
     except BadValuesError as error:  # reported together with those of all runs
         problems += error.problems
         folder, title = Path("sweep"), "sweep"
     variants: list[SweepVariant] = []
     names: set[str] = set()
-    for chosen in product(*(given[key] for key in keys)):
+    for chosen in product(*(values_by_key[key] for key in keys)):
         own = dict(zip(keys, chosen, strict=True))
         short = _name(own, names)
         changes = [f"{key}={value}" for key, value in own.items()]
@@ -159,7 +161,7 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
     return Sweep(folder, keys, tuple(variants))
 
 
-def _place(path: Path, settings: Sequence[str], name: str | None) -> tuple[Path, str]:
+def _folder_and_title(path: Path, settings: Sequence[str], name: str | None) -> tuple[Path, str]:
     """Return the folder of the sweep and the title of its runs; raise BadValuesError for an invalid deck."""
     try:
         deck = read_deck(path, settings, None, read_source_keys)
@@ -202,13 +204,13 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def record(sweep: Sweep) -> None:
+def record_runs(sweep: Sweep) -> None:
     """Add the runs of a sweep to the file in its folder.
 
     Raises:
         HpctrainError: Runs of the same names were started with other decks. Nothing is written.
     """
-    known = recorded(sweep.folder)
+    known = recorded_digests(sweep.folder)
     conflicts = [
         f"{each.folder}: was started with another deck; choose another --name, or remove that run"
         for each in sweep.variants
@@ -226,7 +228,7 @@ def record(sweep: Sweep) -> None:
         new.replace(sweep.folder / SWEEP_FILE)
 
 
-def recorded(folder: Path) -> dict[str, str]:
+def recorded_digests(folder: Path) -> dict[str, str]:
     """Return the digests of the decks in the file of a sweep, by name of the run.
 
     Raises:

@@ -29,7 +29,7 @@ from hpctrain.report.swept import SweptRun, picture
 from hpctrain.train.sweep.results import VariantResult, best_of, find_metric, result_lines, swept_runs
 from hpctrain.train.sweep.slots import make_slots
 from hpctrain.train.sweep.sweep_deck import sweep_job, without_running
-from hpctrain.train.sweep.variants import make_sweep, record, recorded, split_values
+from hpctrain.train.sweep.variants import make_sweep, record_runs, recorded_digests, split_values
 from hpctrain.watch.folder import lock_run_folder
 from tests.data.preparing import prepare
 from tests.launch import ROOT
@@ -128,16 +128,16 @@ def test_all_that_is_wrong_is_told_before_any_run(deck: Path) -> None:
 
 
 def test_a_sweep_is_written_down_and_guards_its_runs(deck: Path) -> None:
-    record(make_sweep(deck, ["run.seed=1,2"], 1, None))
+    record_runs(make_sweep(deck, ["run.seed=1,2"], 1, None))
     sweep = make_sweep(deck, ["run.seed=2,3", "run.steps=50"], 1, None)
-    record(sweep)  # longer, and more of them
-    assert [*recorded(sweep.folder)] == ["seed=1", "seed=2", "seed=3"]
+    record_runs(sweep)  # longer, and more of them
+    assert [*recorded_digests(sweep.folder)] == ["seed=1", "seed=2", "seed=3"]
     (sweep.folder / "seed=2").mkdir()
     with pytest.raises(HpctrainError, match="seed=2: was started with another deck; choose another --name"):
-        record(make_sweep(deck, ["run.seed=1,2", "optimizer.clip=0.5"], 1, None))
+        record_runs(make_sweep(deck, ["run.seed=1,2", "optimizer.clip=0.5"], 1, None))
     (sweep.folder / "sweep.json").write_text("[]")
     with pytest.raises(HpctrainError, match=r"sweep\.json: was not written by a sweep"):
-        recorded(sweep.folder)
+        recorded_digests(sweep.folder)
 
 
 def test_slots_have_cores_and_gpus_of_their_own() -> None:
