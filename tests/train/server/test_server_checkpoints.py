@@ -31,7 +31,7 @@ def saved(world: World, deck: Deck, steps: int) -> Path:
         training.train_step()
     keeping = checkpoints(training, world)
     keeping.save(training.state)
-    assert keeping.has(steps)
+    assert keeping.has_newest(steps)
     assert (keeping.expected_bytes() > 0) == (training.server is not None)
     return Path(deck.run.dir) / "checkpoints" / f"step-{steps:08}.h5"
 
