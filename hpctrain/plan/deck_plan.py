@@ -82,7 +82,7 @@ class DeckPlan:
             planned |= self.step.row() | {"total_bytes": self.memory.largest.memory.total}
         if self.total_traffic is not None:
             planned |= {"bytes_by_axis": self.total_traffic.largest.sent()}
-            planned |= {"bytes_between_nodes_by_axis": self.traffic.own.largest.sent()}
+            planned |= {"bytes_between_nodes_by_axis": self.traffic.form_traffic.largest.sent()}
         if self.advice is not None:
             planned |= {"advice": self.advice.row()}
         if self.other_forms:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from hpctrain.plan.forms import FormPlan, OtherForm, OverLink
+from hpctrain.plan.forms import FormPlan, LinkPlan, OtherForm
 from hpctrain.report.terminal import columns
 from hpctrain.text import fitted
 from hpctrain.units import format_bytes, format_rate, format_seconds
@@ -16,8 +16,8 @@ def form_lines(plan: FormPlan) -> list[str]:
 
     The result is empty for one rank.
     """
-    forms = {"payload per rank and step": plan.own} | (
-        {"with exact sums": plan.exact} if plan.exact is not None else {}
+    forms = {"payload per rank and step": plan.form_traffic} | (
+        {"with exact sums": plan.exact_traffic} if plan.exact_traffic is not None else {}
     )
     payloads = {name: each.largest.payload() for name, each in forms.items()}
     axes = sorted({axis for payload in payloads.values() for axis in payload})
@@ -36,27 +36,27 @@ def form_lines(plan: FormPlan) -> list[str]:
         ]
     ]
     lines = ["", *fitted([head, *rows], (0,), columns())]
-    if not plan.own.complete:
+    if not plan.form_traffic.complete:
         lines.append(
             "Traffic of layers along the tensor and context axes is not included, since it depends on values."
         )
-    return lines + ([sentence(plan.over)] if plan.over is not None else [])
+    return lines + ([sentence(plan.over_link)] if plan.over_link is not None else [])
 
 
 def alternative_lines(alternatives: Sequence[OtherForm]) -> list[str]:
     """Return a table of other forms of communication, with step times over a link if there is one."""
     if not alternatives:
         return []
-    over = alternatives[0].plan.over
+    over = alternatives[0].plan.over_link
     head = ["form", "payload per step", *([f"over {over.link}", "faster below"] if over is not None else [])]
     rows = [head]
     for each in alternatives:
-        cells = [each.name, format_bytes(sum(each.plan.own.largest.payload().values()))]
-        if each.plan.over is not None:
-            own = each.plan.over.own
-            cells.append(format_seconds(own.seconds if own.computing else own.moving))
-            even = each.plan.over.even
-            exact = each.plan.exact is None
+        cells = [each.name, format_bytes(sum(each.plan.form_traffic.largest.payload().values()))]
+        if each.plan.over_link is not None:
+            step = each.plan.over_link.step
+            cells.append(format_seconds(step.seconds if step.computing else step.moving))
+            even = each.plan.over_link.break_even
+            exact = each.plan.exact_traffic is None
             cells.append(
                 ""
                 if exact
@@ -70,21 +70,21 @@ def alternative_lines(alternatives: Sequence[OtherForm]) -> list[str]:
     return ["", *fitted(rows, (0,), columns())]
 
 
-def sentence(over: OverLink) -> str:
+def sentence(over: LinkPlan) -> str:
     """Return a sentence about the step time over a link, as far as it is known."""
-    has_time = over.own.computing > 0
-    own = _step_clause(over.own.seconds if has_time else over.own.moving, has_time)
+    has_time = over.step.computing > 0
+    own = _step_clause(over.step.seconds if has_time else over.step.moving, has_time)
     text = f"Over a link of {over.link}, {own}"
     if has_time:
-        text += f", compared with {format_seconds(over.own.computing)} without it"
-    if over.exact is None:
+        text += f", compared with {format_seconds(over.step.computing)} without it"
+    if over.exact_step is None:
         return f"{text}."
-    exact = format_seconds(over.exact.seconds if has_time else over.exact.moving)
+    exact = format_seconds(over.exact_step.seconds if has_time else over.exact_step.moving)
     text += f"; with exact sums it would be {exact}."
-    if over.cost is None:
+    if over.form_seconds is None:
         return f"{text} Its computation is not measured on GPUs and not included."
-    result = _break_even_clause(over.even)
-    return f"{text} Its computation takes {format_seconds(over.cost)} more on this machine: {result}."
+    result = _break_even_clause(over.break_even)
+    return f"{text} Its computation takes {format_seconds(over.form_seconds)} more on this machine: {result}."
 
 
 def _step_clause(seconds: float, has_time: bool) -> str:

@@ -59,37 +59,38 @@ def parse_planned_link(link: str | None, seconds: str | None, like: Path | None)
 
 
 @dataclass(frozen=True)
-class OverLink:
+class LinkPlan:
     """Step over a link.
 
     Attributes:
         link: The link.
-        own: Step with the deck's form of communication.
-        exact: Step with exact sums; None if these are the deck's form.
-        cost: Seconds in which a step compresses gradients and weights; None if unknown.
-        even: Bytes per second of the link below which `exact` is slower, as `break_even` returns it.
+        step: Step with the deck's form of communication.
+        exact_step: Step with exact sums; None if these are the deck's form.
+        form_seconds: Seconds in which a step compresses gradients and weights; None if unknown.
+        break_even: Bytes per second of the link below which `exact_step` is slower, as `break_even()`
+            returns it.
     """
 
     link: Link
-    own: LinkedStep
-    exact: LinkedStep | None
-    cost: float | None
-    even: float | None
+    step: LinkedStep
+    exact_step: LinkedStep | None
+    form_seconds: float | None
+    break_even: float | None
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
         row: dict[str, object] = {
             "bytes_per_second": self.link.bytes_per_second,
             "latency": self.link.latency,
-            "computing_seconds": self.own.computing,
-            "moving_seconds": self.own.moving,
-            "seconds": self.own.seconds,
+            "computing_seconds": self.step.computing,
+            "moving_seconds": self.step.moving,
+            "seconds": self.step.seconds,
         }
-        if self.exact is not None:
-            row |= {"exact_seconds": self.exact.seconds, "exact_moving_seconds": self.exact.moving}
-            pays = "never" if self.even is None else "always" if self.even == inf else "below"
-            even = self.even if pays == "below" else None
-            row |= {"cost_seconds": self.cost, "pays": pays, "break_even_bytes_per_second": even}
+        if self.exact_step is not None:
+            row |= {"exact_seconds": self.exact_step.seconds, "exact_moving_seconds": self.exact_step.moving}
+            pays = "never" if self.break_even is None else "always" if self.break_even == inf else "below"
+            even = self.break_even if pays == "below" else None
+            row |= {"cost_seconds": self.form_seconds, "pays": pays, "break_even_bytes_per_second": even}
         return row
 
 
@@ -98,20 +99,20 @@ class FormPlan:
     """Traffic of a form of communication.
 
     Attributes:
-        own: Traffic of the form.
-        exact: Traffic with exact sums; None if these are the form.
-        over: Step over a link; None without a link.
+        form_traffic: Traffic of the form.
+        exact_traffic: Traffic with exact sums; None if these are the form.
+        over_link: Step over a link; None without a link.
     """
 
-    own: TrafficPlan
-    exact: TrafficPlan | None
-    over: OverLink | None
+    form_traffic: TrafficPlan
+    exact_traffic: TrafficPlan | None
+    over_link: LinkPlan | None
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
-        row: dict[str, object] = {"step": self.own.row()}
-        row |= {"exact": self.exact.row()} if self.exact is not None else {}
-        return row | ({"link": self.over.row()} if self.over is not None else {})
+        row: dict[str, object] = {"step": self.form_traffic.row()}
+        row |= {"exact": self.exact_traffic.row()} if self.exact_traffic is not None else {}
+        return row | ({"link": self.over_link.row()} if self.over_link is not None else {})
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,8 @@ class FormPlanner:
             return FormPlan(own, exact, None)
         cost = self.cost_of(deck) if exact is not None else None
         seconds = self.link.seconds or 0.0
-        if seconds and reference is not None and reference.over is not None:
-            seconds = max(0.0, seconds - (reference.over.cost or 0.0)) + (cost or 0.0)
+        if seconds and reference is not None and reference.over_link is not None:
+            seconds = max(0.0, seconds - (reference.over_link.form_seconds or 0.0)) + (cost or 0.0)
         if self.link.like is not None:
             like, measured = measured_step(self.link.like)
             # The measured step includes the cost of the form of that run.
@@ -188,10 +189,10 @@ class FormPlanner:
         link, exact_seconds = self.link.link, max(0.0, seconds - (cost or 0.0))
         linked = linked_step(own, link, seconds)
         if exact is None:
-            return FormPlan(own, None, OverLink(link, linked, None, None, None))
+            return FormPlan(own, None, LinkPlan(link, linked, None, None, None))
         even = break_even(exact, own, link.latency, (exact_seconds, seconds))
         return FormPlan(
-            own, exact, OverLink(link, linked, linked_step(exact, link, exact_seconds), cost, even)
+            own, exact, LinkPlan(link, linked, linked_step(exact, link, exact_seconds), cost, even)
         )
 
     def _traffic(self, deck: Deck, servers: int) -> TrafficPlan:

@@ -111,10 +111,10 @@ def measure(cluster: Cluster, wish: argparse.Namespace) -> list[tuple[str, ...]]
             plan = plan_deck(
                 Path(wish.deck), RANKS, [*base, *keys], options=PlanOptions(1, with_savings=False, link=link)
             )
-            assert plan.traffic.over is not None
-            planned = plan.traffic.over.own.seconds
+            assert plan.traffic.over_link is not None
+            planned = plan.traffic.over_link.step.seconds
             told += [format_seconds(planned), f"{100 * (planned / over - 1):+.1f}%"]
-        payload = format_bytes(sum(plan.traffic.own.largest.payload().values()))
+        payload = format_bytes(sum(plan.traffic.form_traffic.largest.payload().values()))
         of_step = plan.deck.batch.global_size * plan.deck.batch.sequence
         rates = (format_count(of_step / each) for each in (free, over))
         found.append((form, payload, *map(format_seconds, (free, over)), *told, *rates))

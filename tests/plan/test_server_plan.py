@@ -52,17 +52,17 @@ def test_a_plan_compares_servers_with_as_many_data_ranks_as_workers() -> None:
     deck = served_deck("sync", 1)
     planner = FormPlanner(4, 61, 1, None, lambda _: 0.0)
     plan = planner.plan(deck)
-    assert plan.exact is not None
+    assert plan.exact_traffic is not None
     elements = plan_served(deck, 4, 61).parameters_total
-    server, worker = plan.own.stages
+    server, worker = plan.form_traffic.stages
     assert server.payload() == {"server": 3 * 8 * elements} and worker.payload() == {"server": 8 * elements}
     (pushed, pulled) = server.steps[0]
     # All pulls pass the server's link one after the other, and behind them the push of who pulled last.
     assert (pushed.traffic.received, pulled.traffic.sent) == (4 * elements, 3 * 4 * elements)
     half = planner.plan(deck.with_keys(precision={"compute": "bf16"}))
-    (pushed, pulled) = half.own.stages[0].steps[0]
+    (pushed, pulled) = half.form_traffic.stages[0].steps[0]
     assert (pushed.traffic.received, pulled.traffic.sent) == (3 * 4 * elements, 2 * elements)
-    assert plan.exact.largest.payload()["data x context"] >= 2 * 4 * elements
+    assert plan.exact_traffic.largest.payload()["data x context"] >= 2 * 4 * elements
 
 
 def test_the_first_ranks_serve() -> None:

@@ -28,7 +28,7 @@ class Rehearsal:
     Attributes:
         matched: Result of matching the programmes.
         peak: Memory peak of the stage that needs most.
-        over: Faults of stages that do not fit into memory.
+        over_memory: Faults of stages that do not fit into memory.
         known_room: True if the memory limit is known.
         seconds: Duration of the rehearsal.
         on_streams: True if the rules of NCCL were used, otherwise those of MPI.
@@ -36,7 +36,7 @@ class Rehearsal:
 
     matched: MatchResult
     peak: MemoryPeak
-    over: tuple[RehearsalFault, ...]
+    over_memory: tuple[RehearsalFault, ...]
     known_room: bool
     seconds: float
     on_streams: bool = False
@@ -44,12 +44,12 @@ class Rehearsal:
     @property
     def faults(self) -> tuple[RehearsalFault, ...]:
         """Faults of all checks."""
-        return (*self.matched.faults, *self.over)
+        return (*self.matched.faults, *self.over_memory)
 
     @property
     def exit_code(self) -> int:
         """Exit code: 70 if programmes do not match, an internal error; 2 if memory is too small."""
-        return EXIT_INTERNAL if self.matched.faults else EXIT_USER if self.over else EXIT_DONE
+        return EXIT_INTERNAL if self.matched.faults else EXIT_USER if self.over_memory else EXIT_DONE
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""
@@ -99,8 +99,8 @@ def rehearse_deck(
     matched = match_programmes(job, on_streams)
     peaks = find_peaks(programmes, plan.memory)
     peak = max(peaks, key=lambda each: each.total)
-    over = tuple(memory_faults(plan.memory, plan.demand, peaks))
-    return Rehearsal(matched, peak, over, plan.demand is not None, perf_counter() - began, on_streams)
+    over_memory = tuple(memory_faults(plan.memory, plan.demand, peaks))
+    return Rehearsal(matched, peak, over_memory, plan.demand is not None, perf_counter() - began, on_streams)
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:
@@ -121,10 +121,10 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
             f"All sends and receives match, all collective calls match, and there is no cyclic wait{rules}."
         )
     most = f"the peak is {format_bytes(peak.total)} per rank of stage {peak.stage}, at {peak.action}"
-    if rehearsal.over:
+    if rehearsal.over_memory:
         lines += [
-            f"Does not fit into memory on {counted(len(rehearsal.over), 'stage')}:",
-            *_fault_lines(rehearsal.over),
+            f"Does not fit into memory on {counted(len(rehearsal.over_memory), 'stage')}:",
+            *_fault_lines(rehearsal.over_memory),
         ]
     elif rehearsal.known_room:
         lines.append(f"Fits into memory: {most}.")
