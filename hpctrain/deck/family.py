@@ -37,8 +37,17 @@ ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _ATTENTION_DROPOUT: Mapping[str, float] = MappingProxyType({"attention_dropout": 0.0})
-_SIZES = ("vocabulary", "sequence", "hidden", "layers", "heads", "mlp")
-"""Fields of a ModelShape that `ModelType.sizes` gives."""
+USUAL_SIZE_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "vocabulary": "vocab_size",
+        "sequence": "max_position_embeddings",
+        "hidden": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "mlp": "intermediate_size",
+    }
+)
+"""Usual keys of a config.json for the sizes of `ModelType.sizes`, by the field of a ModelShape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +233,7 @@ class ModelType:
     architecture: str
     model_type: str
     sizes: tuple[int, int, int, int, int, int]
-    size_keys: tuple[str, str, str, str, str, str] = (
-        "vocab_size",
-        "max_position_embeddings",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-    )
+    size_keys: tuple[str, ...] = tuple(USUAL_SIZE_KEYS.values())
     key_value_heads: int | None = None
     head_size: int | None = None
     epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
@@ -278,7 +280,7 @@ class ModelType:
     @property
     def config_sizes(self) -> Mapping[str, tuple[str, int]]:
         """Keys of `sizes` in a config.json and their defaults, by the field of a ModelShape."""
-        return dict(zip(_SIZES, zip(self.size_keys, self.sizes, strict=True), strict=True))
+        return dict(zip(USUAL_SIZE_KEYS, zip(self.size_keys, self.sizes, strict=True), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

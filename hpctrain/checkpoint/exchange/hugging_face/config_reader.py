@@ -22,7 +22,7 @@ from hpctrain.checkpoint.exchange.quantization import quantization_problems
 from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.families.computation_keys import computation_keys, ignored_key_problem
-from hpctrain.deck.family import AttentionBias, ConfigKey, MixtureFiles, ModelType
+from hpctrain.deck.family import USUAL_SIZE_KEYS, AttentionBias, ConfigKey, MixtureFiles
 from hpctrain.deck.sections.experts import ExpertsTable, has_experts
 from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
@@ -73,7 +73,7 @@ class _ConfigReader:
         self.check_required_values()
         activation = self.activation()
         sizes: dict[str, Any] = {
-            own: self.size(key, default) for own, (key, default) in files.config_sizes.items()
+            field: self.size(key, default) for field, (key, default) in files.config_sizes.items()
         }
         # null stands for a value that follows from other sizes.
         sizes["mlp"] = sizes["mlp"] or 4 * sizes["hidden"]
@@ -125,13 +125,11 @@ class _ConfigReader:
 
     def refuse_other_sizes(self) -> None:
         """Report usual names of sizes that `transformers` reads in place of this architecture's own names."""
-        usual_names = ModelType.size_keys[1:-1]  # no class has other names for the first and the last one
-        for usual, (own, default) in zip(
-            usual_names, list(self.files.config_sizes.values())[1:-1], strict=True
-        ):
-            value, used = self.config.get(usual), self.config.get(own, default)
+        for field in ("sequence", "hidden", "layers", "heads"):  # transformers has no second name for others
+            usual, (key, default) = USUAL_SIZE_KEYS[field], self.files.config_sizes[field]
+            value, used = self.config.get(usual), self.config.get(key, default)
             if value not in (None, used):
-                message = f"transformers computes with it in place of {own} = {used}; write it as {own}"
+                message = f"transformers computes with it in place of {key} = {used}; write it as {key}"
                 self.problem(usual, value, message)
 
     def head_sizes(self, heads: int) -> dict[str, Any]:
@@ -167,7 +165,7 @@ class _ConfigReader:
         if isinstance(value, str):
             value = self.files.activation_aliases.get(value, value)
         name = imported_activation(value, self.architecture.gated)
-        by_name = {hf_name: own for own, hf_name in self.architecture.activations.items()}
+        by_name = {hf_name: name for name, hf_name in self.architecture.activations.items()}
         if name not in self.architecture.activations:
             name = by_name.get(value) if isinstance(value, str) else None
         if name is None:
@@ -247,16 +245,16 @@ class _ConfigReader:
         if shared != heads and self.has_valid_sizes("heads"):
             self.problem("num_key_value_heads", shared, f"must be num_attention_heads = {heads}")
         fields_read: dict[str, Any] = {}
-        for own, (key, default) in self.files.latent.items():
-            is_missing = own == "query_rank" and self.config.get(key, default) is None
-            fields_read[own] = (
-                None if is_missing else self.size(key, default, 2 if own == "rotary_size" else 1)
+        for field, (key, default) in self.files.latent.items():
+            is_missing = field == "query_rank" and self.config.get(key, default) is None
+            fields_read[field] = (
+                None if is_missing else self.size(key, default, 2 if field == "rotary_size" else 1)
             )
         plain = fields_read.pop("plain_size")
         names = self.files.latent
-        for own, size in {"plain_size": plain, **fields_read}.items():
-            if size is not None and size % 2 and own in {"plain_size", "rotary_size"}:
-                self.problem(names[own][0], size, "must be even")
+        for field, size in {"plain_size": plain, **fields_read}.items():
+            if size is not None and size % 2 and field in {"plain_size", "rotary_size"}:
+                self.problem(names[field][0], size, "must be even")
         are_valid = self.invalid_keys.isdisjoint(key for key, _ in names.values())
         if are_valid and fields_read["value_size"] > plain + fields_read["rotary_size"]:
             message = f"must be at most {names['plain_size'][0]} + {names['rotary_size'][0]}"
@@ -429,8 +427,8 @@ class _ConfigReader:
     def expert_keys(self, mixture: MixtureFiles, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of [model.experts]."""
         fields_read: dict[str, Any] = {}
-        for own, (key, default) in mixture.sizes.items():
-            fields_read[own] = self.size(key, default, 0 if own in {"shared", "dense_first"} else 1)
+        for field, (key, default) in mixture.sizes.items():
+            fields_read[field] = self.size(key, default, 0 if field in {"shared", "dense_first"} else 1)
         key, default = mixture.sizes["per_token"]
         if self.config.get(key, default or None) is None:
             self.problem(key, None, "must be the number of experts that compute each token")
@@ -479,7 +477,7 @@ class _ConfigReader:
 
     def check(self, sizes: Mapping[str, Any], expert_keys: Mapping[str, Any]) -> None:
         """Report sizes that contradict each other or are not supported."""
-        names = {own: key for own, (key, _) in self.files.config_sizes.items()}
+        names = {field: key for field, (key, _) in self.files.config_sizes.items()}
         hidden, heads, shared = sizes["hidden"], sizes["heads"], sizes["key_value_heads"]
         size = sizes.get("head_size")
         has_norms_of_all = self.architecture.constant_fields.get("query_key_norm") == "all"
@@ -500,7 +498,7 @@ class _ConfigReader:
             )
         if self.files.mixture is None:
             return
-        names = {own: key for own, (key, _) in self.files.mixture.sizes.items()}
+        names = {field: key for field, (key, _) in self.files.mixture.sizes.items()}
         experts, chosen = expert_keys["count"], expert_keys["per_token"]
         groups, of_groups = expert_keys.get("router_groups", 1), expert_keys.get("router_groups_per_token", 1)
         if chosen > experts:
@@ -515,9 +513,9 @@ class _ConfigReader:
             self.problem(names["router_groups_per_token"], of_groups, message)
         every, dense_first = expert_keys.get("every", 1), expert_keys.get("dense_first", 0)
         if not any(has_experts(layer, every, dense_first, ()) for layer in range(sizes["layers"])):
-            own = "dense_first" if "dense_first" in names else "every"
+            field = "dense_first" if "dense_first" in names else "every"
             count = self.sizes_text(sizes, "layers")
-            self.problem(names[own], expert_keys[own], f"leaves no layer with experts, where {count}")
+            self.problem(names[field], expert_keys[field], f"leaves no layer with experts, where {count}")
 
 
 def shortest_pattern(values: Sequence[_Value]) -> tuple[_Value, ...]:
