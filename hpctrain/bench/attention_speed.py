@@ -25,7 +25,7 @@ from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.operations import AttentionSize
-from hpctrain.plan.calibrate.calibration_decks import SMALL, of_sizes
+from hpctrain.plan.calibrate.calibration_decks import SMALL, gpt_deck
 from hpctrain.plan.memory_demand import require_memory
 from hpctrain.text import counted, table
 from hpctrain.units import format_seconds
@@ -178,7 +178,7 @@ def result_lines(results: Sequence[AttentionResult], size: AttentionSize, settin
 
 def _functions(world: World) -> dict[str, LayerFunctions]:
     """Return all functions of attention that the world's devices have, by name. Collective."""
-    functions = functions_of(choose_functions(of_sizes(SMALL, 1, 256), world), world.device)
+    functions = functions_of(choose_functions(gpt_deck(SMALL, 1, 256), world), world.device)
     return {"compiled": functions, "torch": TORCH} if functions.compiled else {"torch": TORCH}
 
 

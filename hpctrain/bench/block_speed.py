@@ -33,7 +33,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.backward.autograd import BackwardStart
 from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.tensor import SplitLinear
-from hpctrain.plan.calibrate.calibration_decks import SMALL, of_sizes
+from hpctrain.plan.calibrate.calibration_decks import SMALL, gpt_deck
 from hpctrain.sharding.replication import Replications
 from hpctrain.text import either, table
 from hpctrain.units import format_count, format_seconds
@@ -105,7 +105,7 @@ def bench_blocks(
         if unknown := [name for name in families if name not in FAMILIES]:
             raise HpctrainError(f"--family {unknown[0]}: must be {either(FAMILIES)}")
         decks = {
-            name: of_sizes(SMALL, _MICRO_SIZE, _SEQUENCE, *_DECK, *changes, *overrides)
+            name: gpt_deck(SMALL, _MICRO_SIZE, _SEQUENCE, *_DECK, *changes, *overrides)
             for name, changes in FAMILIES.items()
             if name in families or not families
         }

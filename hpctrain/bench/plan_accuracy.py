@@ -24,7 +24,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host.processor import processor_name
 from hpctrain.plan.calibrate.calibration import CalibrateOptions, measure_machine
-from hpctrain.plan.calibrate.calibration_decks import LARGER, SMALL, measured_decks, of_sizes
+from hpctrain.plan.calibrate.calibration_decks import LARGER, SMALL, gpt_deck, measured_decks
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine
 from hpctrain.plan.time.step_plan import plan_step
 from hpctrain.report.terminal import stderr_console
@@ -89,7 +89,7 @@ def deck_named(name: str) -> Deck:
     """Return a deck of DECKS."""
     small = name.startswith("17m")
     sizes = (SMALL, 4, 256) if small else (LARGER, 1, 512)
-    return of_sizes(*sizes, f"batch.global_size={8 if small else 2}", *DECKS[name])
+    return gpt_deck(*sizes, f"batch.global_size={8 if small else 2}", *DECKS[name])
 
 
 def bench_plan(

@@ -75,7 +75,7 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
     """
     rest = {name: value for name, value in state.items() if name != "deck"}
     texts = {STATE: json.dumps(rest, indent=1)} | ({DECK: state["deck"]} if state.get("deck") else {})
-    needed = _needed(tensors, texts)
+    needed_bytes = _file_bytes(tensors, texts)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(temporary):
@@ -85,13 +85,13 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
                 delete_files(temporary.parent, files_named(_TEMPORARY_STEP.pattern))
         # HDF5 may crash if one of its own small writes fails, so the free space is checked first.
         space = os.statvfs(temporary.parent)
-        if space.f_bavail * space.f_frsize < needed:
+        if space.f_bavail * space.f_frsize < needed_bytes:
             raise OSError(ENOSPC, os.strerror(ENOSPC))
         datasets = _create_datasets(temporary, tensors, texts)
         with temporary.open("r+b") as stream:
             os.posix_fallocate(stream.fileno(), 0, temporary.stat().st_size)
     except OSError as error:
-        refused = f"{temporary}: cannot write a checkpoint of {format_bytes(needed)}"
+        refused = f"{temporary}: cannot write a checkpoint of {format_bytes(needed_bytes)}"
         raise InputOutputError(f"{refused}: {error_reason(error)}") from None
     return datasets
 
@@ -105,7 +105,7 @@ def complete(temporary: Path, sums: Sums) -> None:
         file.attrs.modify("complete", 1)
 
 
-def _needed(tensors: Tensors, texts: Mapping[str, str]) -> int:
+def _file_bytes(tensors: Tensors, texts: Mapping[str, str]) -> int:
     """Return an upper bound of the size of the file in bytes."""
     stored = sum(prod(shape) * np.dtype(STORED_AS[kind]).itemsize for kind, shape in tensors.values())
     sums = sum(8 * checksum.pieces(prod(shape)) for _, shape in tensors.values())

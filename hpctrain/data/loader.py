@@ -49,8 +49,8 @@ class DatasetSource:
             for each in requests:
                 yield self._micro_batch(each, self.dataset.batch(*self._key(each)))
             return
-        now, next_ones = list(requests), list(upcoming)
-        keys = [self._key(each) for each in (*now, *next_ones)]
+        now, later = list(requests), list(upcoming)
+        keys = [self._key(each) for each in (*now, *later)]
         for key in self._in_flight.keys() - set(keys):
             self._in_flight.pop(key).dropped = True
         coming = iter(keys)

@@ -46,12 +46,12 @@ class TimedBlocks:
     def seconds(self, clock: Clock) -> list[float]:
         """Return the seconds of all passes of one block of each kind, for each deck. Collective."""
         world, results = clock.world, []
-        for each in self.decks:
-            mesh = Mesh(world, axis_sizes(each, world.size))
-            deck = choose_kernels(each, world, mesh)
+        for untuned_deck in self.decks:
+            mesh = Mesh(world, axis_sizes(untuned_deck, world.size))
+            deck = choose_kernels(untuned_deck, world, mesh)
             layer_context = make_layer_context(deck, mesh, SavedPolicy(), world.device)
             times = measure_layers(deck, _shape(deck), layer_context, mesh, has_ends=False).of_kind
-            results.append(sum(of_kind.total for of_kind in times.values()))
+            results.append(sum(each.total for each in times.values()))
         return results
 
     def planned(self, machine: MachineRates) -> list[float]:
@@ -59,7 +59,7 @@ class TimedBlocks:
         return [_planned(deck, machine) for deck in self.decks]
 
 
-def launch_of(tiny: TimedBlocks, measured: Sequence[float], machine: MachineRates) -> float:
+def launch_seconds(tiny: TimedBlocks, measured: Sequence[float], machine: MachineRates) -> float:
     """Return the minimum seconds of an operation.
 
     They are what tiny blocks take longer than predicted, per operation.
@@ -70,7 +70,7 @@ def launch_of(tiny: TimedBlocks, measured: Sequence[float], machine: MachineRate
     return max(0.0, sum(measured) - sum(without_launch)) / max(1.0, sum(with_launch) - sum(without_launch))
 
 
-def factor_of(blocks: TimedBlocks, measured: Sequence[Sequence[float]], machine: MachineRates) -> float:
+def block_factor(blocks: TimedBlocks, measured: Sequence[Sequence[float]], machine: MachineRates) -> float:
     """Return the mean ratio of measured to predicted seconds of blocks.
 
     Of several measurements, the shortest counts, since others may have been disturbed.
@@ -108,8 +108,14 @@ def _total(causes: Causes) -> float:
     return sum(causes.values())
 
 
-def as_in_blocks(machine: MachineRates, form: str, factor: float) -> MachineRates:
-    """Return a machine on which products, attention and elementwise operations of a format are slower."""
+def scale_block_rates(machine: MachineRates, form: str, factor: float) -> MachineRates:
+    """Return a machine whose products, attention and elementwise operations of a format take longer.
+
+    Args:
+        machine: The machine.
+        form: The format, such as "bf16".
+        factor: Factor of their times.
+    """
     products = machine.products[form]
     slower = ProductRates(
         peak=products.peak,
@@ -119,12 +125,12 @@ def as_in_blocks(machine: MachineRates, form: str, factor: float) -> MachineRate
     )
     changed: dict[str, object] = {"products": {**machine.products, form: slower}}
     if form in machine.formats:
-        of_form = machine.formats[form]
-        figures = {
-            "attention": None if of_form.attention is None else _attention(of_form.attention, factor),
-            "elementwise": _elements(of_form.elementwise, factor),
+        rates = machine.formats[form]
+        slower_rates = {
+            "attention": None if rates.attention is None else _attention(rates.attention, factor),
+            "elementwise": _elements(rates.elementwise, factor),
         }
-        changed["formats"] = {**machine.formats, form: of_form.model_copy(update=figures)}
+        changed["formats"] = {**machine.formats, form: rates.model_copy(update=slower_rates)}
     else:
         changed["attention"] = _attention(machine.attention, factor)
         changed["elementwise"] = _elements(machine.elementwise, factor)

@@ -17,8 +17,8 @@ from hpctrain.files import require_writable, write_atomically
 from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.processor import processor_name
 from hpctrain.parallel.vocabulary import chunk_logits
-from hpctrain.plan.calibrate.block_rates import TimedBlocks, as_in_blocks, factor_of, launch_of
-from hpctrain.plan.calibrate.calibration_decks import SMALL, TINY, measured_decks, of_sizes
+from hpctrain.plan.calibrate.block_rates import TimedBlocks, block_factor, launch_seconds, scale_block_rates
+from hpctrain.plan.calibrate.calibration_decks import SMALL, TINY, gpt_deck, measured_decks
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.link_rates import measure_links
 from hpctrain.plan.calibrate.machine_file import machine_text, rounded
@@ -178,8 +178,8 @@ def measure_machine(
     memory = memory_of_rank(world)
     small = min(decks, key=parameters_of)
     if parameters_of(small) > MOST_PARAMETERS:
-        small = of_sizes(SMALL, 4, 256)
-    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
+        small = gpt_deck(SMALL, 4, 256)
+    tiny = gpt_deck(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
     for form in formats:
         format_decks = [deck.with_keys(precision={"compute": form}) for deck in decks]
         blocks[form] = TimedBlocks.of(format_decks, world.size, memory)
@@ -219,7 +219,7 @@ def measure_machine(
         layer_overlap=links.layer_overlap,
         waits=links.waits,
     )
-    machine = _as_in_blocks(machine, blocks, measured, clock, report)
+    machine = _scale_to_blocks(machine, blocks, measured, clock, report)
     fixed = measure_fixed(tiny, machine, clock)
     report(f"fixed time per step: {format_seconds(fixed)}")
     report(f"Measured in {perf_counter() - start:.0f} s.")
@@ -228,7 +228,7 @@ def measure_machine(
     return result
 
 
-def _as_in_blocks(
+def _scale_to_blocks(
     machine: MachineRates,
     blocks: Mapping[str, TimedBlocks],
     before: Mapping[str, list[float]],
@@ -236,14 +236,14 @@ def _as_in_blocks(
     report: Report,
 ) -> MachineRates:
     """Return rates that are scaled to the times of complete blocks, which are measured again. Collective."""
-    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": next(iter(blocks))})
+    tiny = gpt_deck(TINY, 1, 32).with_keys(precision={"compute": next(iter(blocks))})
     tiny_blocks = TimedBlocks.of([tiny], clock.world.size, machine.memory)
-    launch = launch_of(tiny_blocks, tiny_blocks.seconds(clock), machine)
+    launch = launch_seconds(tiny_blocks, tiny_blocks.seconds(clock), machine)
     machine = machine.model_copy(update={"launch": launch})
     report(f"minimum time per operation: {1e6 * launch:.3g} us")
     for form, some in blocks.items():
-        factor = factor_of(some, [before[form], some.seconds(clock)], machine)
-        machine = as_in_blocks(machine, form, factor)
+        factor = block_factor(some, [before[form], some.seconds(clock)], machine)
+        machine = scale_block_rates(machine, form, factor)
         report(f"{form}: a block takes {factor:.3f} times the sum of its separately measured parts")
     return machine
 

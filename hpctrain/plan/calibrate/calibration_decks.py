@@ -38,7 +38,7 @@ _VOCABULARY = 32_000
 _LEAST_TOKENS = 64
 
 
-def of_sizes(sizes: Mapping[str, object], micro_size: int, sequence: int, *overrides: str) -> Deck:
+def gpt_deck(sizes: Mapping[str, object], micro_size: int, sequence: int, *overrides: str) -> Deck:
     """Return the deck of a GPT.
 
     Args:
@@ -57,7 +57,7 @@ def measured_decks(paths: Sequence[Path]) -> list[Deck]:
         HpctrainError: A run of a deck would fail with this error, or its format is not measured.
     """
     if not paths:
-        return [of_sizes(SMALL, 4, 256), of_sizes(LARGER, 1, 512)]
+        return [gpt_deck(SMALL, 4, 256), gpt_deck(LARGER, 1, 512)]
     decks = [read_deck(path, read_source=read_source_keys) for path in paths]
     for deck in decks:
         if deck.precision.compute == "fp8":

@@ -39,39 +39,39 @@ class Clock:
         return perf_counter()
 
     def seconds(self, kind: str, run: Callable[[], object]) -> float:
-        """Return the seconds of `run`, as `laps` measures them. Collective."""
+        """Return the seconds of `run`, as `mean_seconds` measures them. Collective."""
 
-        def lap() -> tuple[float]:
+        def measure() -> tuple[float]:
             start = self.now()
             run()
             return (self.now() - start,)
 
-        return self.laps(kind, lap)[0]
+        return self.mean_seconds(kind, measure)[0]
 
-    def laps(self, kind: str, run: Callable[[], Sequence[float]]) -> list[float]:
+    def mean_seconds(self, kind: str, run: Callable[[], Sequence[float]]) -> list[float]:
         """Return the means of the seconds that `run` returns, each of the slowest rank. Collective.
 
         All ranks repeat it equally often, at the same time. Means add up to the mean of the sum.
         """
         return self._repeated(kind, run, self.world.everyone, together=False)
 
-    def of_group(self, kind: str, group: Group, run: Callable[[], object]) -> float:
+    def group_seconds(self, kind: str, group: Group, run: Callable[[], object]) -> float:
         """Return the mean seconds of what a group does together. Collective over the group.
 
         The seconds are those of its slowest rank.
         """
 
-        def lap() -> tuple[float]:
+        def measure() -> tuple[float]:
             group.barrier()
             start = self.now()
             run()
             return (self.now() - start,)
 
-        return self._repeated(kind, lap, group, together=True)[0]
+        return self._repeated(kind, measure, group, together=True)[0]
 
     def spread(self) -> dict[str, tuple[float, float]]:
         """Return the 10th and 90th percentile of the measurements of each kind, relative to their median."""
-        return {kind: _tenths(shares) for kind, shares in self._shares.items()}
+        return {kind: _percentiles(shares) for kind, shares in self._shares.items()}
 
     def _repeated(
         self, kind: str, run: Callable[[], Sequence[float]], group: Group, together: bool
@@ -83,21 +83,22 @@ class Clock:
         columns = [list(column) for column in zip(*samples, strict=True)]
         if together:  # all wait for the slowest one
             columns = [_largest(group, column) for column in columns]
-        middles = [median(column) for column in columns]
-        for column, middle in zip(columns, middles, strict=True):
+        for column in columns:
+            middle = median(column)
             self._shares.setdefault(kind, []).extend(each / middle for each in column if middle > 0)
         means = [fmean(column) for column in columns]
         return means if together else _largest(group, means)
 
 
-def _largest(group: Group, figures: Sequence[float]) -> list[float]:
+def _largest(group: Group, numbers: Sequence[float]) -> list[float]:
     if group.size == 1:
-        return list(figures)
-    result: list[float] = group.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
+        return list(numbers)
+    result: list[float] = group.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
     return result
 
 
-def _tenths(shares: Sequence[float]) -> tuple[float, float]:
+def _percentiles(shares: Sequence[float]) -> tuple[float, float]:
+    """Return the 10th and the 90th percentile."""
     if len(shares) < 2:
         return 1.0, 1.0
     tenths = quantiles(shares, n=10, method="inclusive")

@@ -117,18 +117,20 @@ def measure_collective(
     group: Group, operation: Operation, sizes: list[int], together: int | None, clock: Clock
 ) -> CollectiveRates:
     """Return the seconds of an operation by bytes of the global tensor. Collective over the group."""
-    seconds = []
+    sizes_in_bytes, seconds = list[float](), list[float]()
     for size in sizes:
         count = max(1, size // 4 // group.size)
         global_tensor, local_tensor = (
             group.empty((each,), torch.float32).zero_() for each in (count * group.size, count)
         )
         call = _call(group, operation, global_tensor, local_tensor)
-        seconds.append(clock.of_group(operation, group, call))
+        sizes_in_bytes.append(4.0 * global_tensor.numel())
+        seconds.append(clock.group_seconds(operation, group, call))
         if seconds[-1] > _LONG:
             break
-    counted = [float(max(1, size // 4 // group.size) * group.size * 4) for size in sizes[: len(seconds)]]
-    return CollectiveRates(ranks=group.size, together=together, bytes=tuple(counted), seconds=tuple(seconds))
+    return CollectiveRates(
+        ranks=group.size, together=together, bytes=tuple(sizes_in_bytes), seconds=tuple(seconds)
+    )
 
 
 def _call(
@@ -170,7 +172,7 @@ def measure_link(
                 group.recv(memory, peer)
                 group.send(memory, peer)
 
-        seconds.append(clock.of_group("messages", group, run) / 2)
+        seconds.append(clock.group_seconds("messages", group, run) / 2)
         if seconds[-1] > _LONG:
             break
     return fit_link([float(size) for size in sizes[: len(seconds)]], seconds)

@@ -59,7 +59,7 @@ def measure_attention(decks: Sequence[Deck], clock: Clock) -> AttentionRates:
             for sequence in _lengths(variant.batch.sequence):
                 sizes = sequence, tokens // sequence, heads, shape.head_size
                 run = partial(_attend, functions, queries, sizes, clock)
-                forward, backward = clock.laps("attention", run)
+                forward, backward = clock.mean_seconds("attention", run)
                 times.append((4.0 * features * sequence, float(features), forward, backward))
     return fit_attention(times)
 
@@ -87,7 +87,7 @@ def measure_elementwise(decks: Sequence[Deck], clock: Clock) -> dict[Elementwise
         rows = deck.batch.micro_size * deck.batch.sequence
         operations = _ElementwiseOperations(choose_functions(deck, clock.world), rows, clock)
         for kind, (elements, run) in operations.all().items():
-            seconds = clock.laps("elementwise", run)
+            seconds = clock.mean_seconds("elementwise", run)
             seconds_by_kind.setdefault(kind, []).append([each / elements for each in seconds])
     return {
         kind: (fmean(each[0] for each in rows), fmean(each[1] for each in rows))

@@ -14,11 +14,11 @@ _SIDE = 128
 """Rows and columns of matrices whose product takes much less time than the measured communication."""
 
 _LEAST, _MOST = 3, 50
-_PATIENCE = 20
+_REPETITION_FACTOR = 20
 """Factor by which measurements are repeated more often than others, since differences are small."""
 
 _MOST_PRODUCTS = 500
-_MEETINGS, _BETWEEN = 8, 8e-3
+_REDUCTIONS, _SECONDS_BETWEEN = 8, 8e-3
 """Number of reductions, and seconds of computation before each, about as in layers."""
 
 
@@ -33,7 +33,7 @@ def measure_overlap(group: Group, size: int, tests_between_products: bool, clock
     """
     products = _Products(group)
     tensor = group.empty((max(1, size // 4),), torch.float32).zero_()
-    reduction_seconds = clock.of_group("overlap", group, lambda: group.all_reduce(tensor))
+    reduction_seconds = clock.group_seconds("overlap", group, lambda: group.all_reduce(tensor))
     count = products.count_for(2 * reduction_seconds, clock)
 
     def both() -> None:
@@ -44,10 +44,10 @@ def measure_overlap(group: Group, size: int, tests_between_products: bool, clock
                 work.test()
         work.wait()
 
-    laps = paired(group, clock, lambda: products.run(count), both)
+    pairs = paired(group, clock, lambda: products.run(count), both)
     return median(
         min(1.0, max(0.0, (products_seconds + reduction_seconds - joint_seconds) / reduction_seconds))
-        for products_seconds, joint_seconds in laps
+        for products_seconds, joint_seconds in pairs
     )
 
 
@@ -63,18 +63,18 @@ def measure_waits(group: Group, size: int, clock: Clock) -> float:
     """
     products = _Products(group)
     tensor = group.empty((max(1, size // 4),), torch.float32).zero_()
-    reduction_seconds = clock.of_group("waits", group, lambda: group.all_reduce(tensor))
-    count = products.count_for(_BETWEEN if clock.budget else 0.0, clock)
+    reduction_seconds = clock.group_seconds("waits", group, lambda: group.all_reduce(tensor))
+    count = products.count_for(_SECONDS_BETWEEN if clock.budget else 0.0, clock)
 
     def reduce_after_products() -> None:
-        for _ in range(_MEETINGS):
+        for _ in range(_REDUCTIONS):
             products.run(count)
             group.all_reduce(tensor)
 
-    laps = paired(group, clock, lambda: products.run(_MEETINGS * count), reduce_after_products)
+    pairs = paired(group, clock, lambda: products.run(_REDUCTIONS * count), reduce_after_products)
     shares = [
-        (joint_seconds - products_seconds - _MEETINGS * reduction_seconds) / products_seconds
-        for products_seconds, joint_seconds in laps
+        (joint_seconds - products_seconds - _REDUCTIONS * reduction_seconds) / products_seconds
+        for products_seconds, joint_seconds in pairs
     ]
     return min(1.0, max(0.0, median(shares)))
 
@@ -96,7 +96,7 @@ class _Products:
     def count_for(self, seconds: float, clock: Clock) -> int:
         """Return how many products take a number of seconds, the same on all ranks. It is limited."""
         count = 16
-        one = clock.of_group("overlap", self._group, lambda: self.run(count)) / count
+        one = clock.group_seconds("overlap", self._group, lambda: self.run(count)) / count
         return max(1, min(_MOST_PRODUCTS, int(seconds / one)))
 
 
@@ -108,14 +108,14 @@ def paired(
     Disturbances of the machine affect both in the same way.
     """
     both = first, second
-    longest = sum(clock.of_group("overlap", group, run) for run in both)
-    count = max(_LEAST, min(_MOST, int(_PATIENCE * clock.budget / max(longest, 1e-9))))
+    longest = sum(clock.group_seconds("overlap", group, run) for run in both)
+    count = max(_LEAST, min(_MOST, int(_REPETITION_FACTOR * clock.budget / max(longest, 1e-9))))
     seconds = torch.zeros(count, 2, dtype=torch.float64)
-    for lap in range(count):
+    for number in range(count):
         for which, run in enumerate(both):
             group.barrier()
             start = clock.now()
             run()
-            seconds[lap, which] = clock.now() - start
+            seconds[number, which] = clock.now() - start
     slowest = group.all_reduce(seconds, "max").tolist()
     return [(one, other) for one, other in slowest]

@@ -113,11 +113,11 @@ def not_negative(first: Sequence[float], second: Sequence[float]) -> tuple[float
     columns = np.stack((x / scales[0], y / scales[1]), axis=1)
     (a, b), *_ = np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)
     if b < 0:
-        a, b = _alone(columns[:, 0]), 0.0
+        a, b = _fit_one_column(columns[:, 0]), 0.0
     elif a < 0:
-        a, b = 0.0, _alone(columns[:, 1])
+        a, b = 0.0, _fit_one_column(columns[:, 1])
     return float(a) / scales[0], float(b) / scales[1]
 
 
-def _alone(column: np.ndarray) -> float:
+def _fit_one_column(column: np.ndarray) -> float:
     return float(column.sum() / (column**2).sum())

@@ -66,7 +66,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
         engine.stage.optimizer.step(1e-6, 1.0)
         engine.stage.synchronizer.end_step(True, 1.0)
 
-    measured = clock.of_group("fixed", world.everyone, step)
+    measured = clock.group_seconds("fixed", world.everyone, step)
     planned = plan_step(on_data_ranks(deck, world.size), world.size, engine.shape.vocabulary, machine)
     return max(0.0, measured - planned.seconds)
 

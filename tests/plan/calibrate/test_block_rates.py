@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.calibrate.block_rates import TimedBlocks, as_in_blocks, factor_of, launch_of
+from hpctrain.plan.calibrate.block_rates import TimedBlocks, block_factor, launch_seconds, scale_block_rates
 from hpctrain.plan.time.machine_rates import MachineRates, parse_machine
 from hpctrain.plan.time.step_plan import plan_step
 from tests.engines import small_deck
@@ -28,7 +28,7 @@ def machine() -> MachineRates:
 def test_twice_as_long(form: str) -> None:
     deck = small_deck(f"precision.compute={form}", "layout.tensor=2", "memory.recompute=full")
     before = machine()
-    after = as_in_blocks(before, form, 2.0)
+    after = scale_block_rates(before, form, 2.0)
     once, twice = (plan_step(deck, 4, 61, each).seconds_by_cause for each in (before, after))
     for cause, seconds in once.items():
         if cause in COMPUTED:
@@ -41,13 +41,13 @@ def test_twice_as_long(form: str) -> None:
 
 def test_other_formats_stay_as_they_are() -> None:
     before = machine()
-    after = as_in_blocks(before, "bf16", 1.5)
+    after = scale_block_rates(before, "bf16", 1.5)
     assert (after.products["fp32"], after.attention, after.elementwise) == (
         before.products["fp32"],
         before.attention,
         before.elementwise,
     )
-    assert as_in_blocks(before, "bf16", 1.0) == before
+    assert scale_block_rates(before, "bf16", 1.0) == before
 
 
 def test_what_blocks_take_beside_their_parts_is_found() -> None:
@@ -55,14 +55,14 @@ def test_what_blocks_take_beside_their_parts_is_found() -> None:
     before = machine()
     blocks = TimedBlocks.of([small_deck(), small_deck("model.hidden=64")], 2, 1e9)
     told = before.model_copy(update={"launch": 3e-6})
-    assert launch_of(blocks, blocks.planned(told), before) == pytest.approx(3e-6)
-    assert launch_of(blocks, [0.0, 0.0], before) == 0.0
-    slower = blocks.planned(as_in_blocks(before, "fp32", 1.25))
-    assert factor_of(blocks, [slower, slower], before) == pytest.approx(1.25, rel=0.02)
+    assert launch_seconds(blocks, blocks.planned(told), before) == pytest.approx(3e-6)
+    assert launch_seconds(blocks, [0.0, 0.0], before) == 0.0
+    slower = blocks.planned(scale_block_rates(before, "fp32", 1.25))
+    assert block_factor(blocks, [slower, slower], before) == pytest.approx(1.25, rel=0.02)
     longer = [2 * each for each in slower]
-    assert factor_of(blocks, [longer, slower], before) == pytest.approx(1.25, rel=0.02)
+    assert block_factor(blocks, [longer, slower], before) == pytest.approx(1.25, rel=0.02)
     quicker = [0.5 * each for each in slower]
-    assert factor_of(blocks, [quicker, slower], before) == pytest.approx(0.625, rel=0.02)
+    assert block_factor(blocks, [quicker, slower], before) == pytest.approx(0.625, rel=0.02)
 
 
 def test_blocks_that_cannot_be_timed_are_left_out() -> None:
@@ -72,5 +72,5 @@ def test_blocks_that_cannot_be_timed_are_left_out() -> None:
     assert TimedBlocks.of([mixture], 2, 1e9).decks == ()
     assert TimedBlocks.of([small_deck()], 2, 1e3).decks == ()
     empty = TimedBlocks(())
-    assert factor_of(empty, [[]], machine()) == 1.0
-    assert launch_of(empty, [], machine()) == 0.0
+    assert block_factor(empty, [[]], machine()) == 1.0
+    assert launch_seconds(empty, [], machine()) == 0.0

@@ -141,7 +141,7 @@ def test_links_between_nodes_are_measured(world: World) -> None:
 class SlowClock(Clock):
     """On which a message takes 1 ms a KiB."""
 
-    def of_group(self, kind: str, group: Group, run: Callable[[], object]) -> float:
+    def group_seconds(self, kind: str, group: Group, run: Callable[[], object]) -> float:
         run()
         self.calls = [*getattr(self, "calls", []), kind]
         return 1e-3 * 4 ** (self.calls.count(kind) - 1)
