@@ -228,13 +228,13 @@ class SplitSequences(SequenceSource):
 class OrderProtocol(Protocol):
     """Order of the samples, counted over all epochs."""
 
-    def at(self, places: Integers, /) -> Integers:
-        """Return the numbers of the samples at the places [n], which are >= 0."""
+    def at(self, positions: Integers, /) -> Integers:
+        """Return the numbers of the samples at the positions [n], which are >= 0."""
 
-    def epochs(self, places: Integers, /) -> Integers:
-        """Return the epochs (from 0) of the samples at the places [n]."""
+    def epochs(self, positions: Integers, /) -> Integers:
+        """Return the epochs (from 0) of the samples at the positions [n]."""
 
-    def by_entry(self, samples: int, /) -> dict[str, float]:
+    def epochs_by_entry(self, samples: int, /) -> dict[str, float]:
         """Return, by name, the number of epochs of each entry of a mixture in the first `samples` samples."""
 
 
@@ -272,7 +272,7 @@ class Batches:
         upcoming = self._of_step(first_sample + global_size, *share)
         yield from self.source.micro_batches(self._of_step(first_sample, *share), upcoming)
 
-    def of(self, source: SampleSource) -> Batches:
+    def with_source(self, source: SampleSource) -> Batches:
         """Return batches of another source, in the same order. Its samples are the same with more fields."""
         return Batches(source, 0, self.order if source.count else None)
 
@@ -297,9 +297,9 @@ class Batches:
         assert self.order is not None
         end = np.array([first_sample + size - 1])
         last = int(self.order.at(end)[0]), int(self.order.epochs(end)[0])
-        for positions in _positions(size, rank, ranks, micro_size):
-            places = first_sample + positions
-            yield MicroBatchRequest(self.order.at(places), self.order.epochs(places), micro_size, last)
+        for indices in _positions(size, rank, ranks, micro_size):
+            positions = first_sample + indices
+            yield MicroBatchRequest(self.order.at(positions), self.order.epochs(positions), micro_size, last)
 
 
 def _positions(size: int, rank: int, ranks: int, micro_size: int) -> Iterator[Integers]:

@@ -45,20 +45,20 @@ class MixtureOrder:
         self.names, self.counts = [entry.name for entry in entries], list(counts)
         self.begins = list(accumulate(counts, initial=0))
 
-    def at(self, places: Integers) -> Integers:
-        """Return the numbers of the samples at the places [n]."""
-        sources, nth = self.interleaving.at(places)
+    def at(self, positions: Integers) -> Integers:
+        """Return the numbers of the samples at the positions [n]."""
+        sources, nth = self.interleaving.at(positions)
         for number, order in enumerate(self.orders):
             here = sources == number
             nth[here] = self.begins[number] + order.at(nth[here])
         return nth
 
-    def epochs(self, places: Integers) -> Integers:
+    def epochs(self, positions: Integers) -> Integers:
         """Return the epochs of the entries that the samples come from."""
-        sources, nth = self.interleaving.at(places)
+        sources, nth = self.interleaving.at(positions)
         return nth // np.diff(self.begins)[sources]
 
-    def by_entry(self, samples: int) -> dict[str, float]:
+    def epochs_by_entry(self, samples: int) -> dict[str, float]:
         """Return, by name, the number of epochs of each entry in the first `samples` samples."""
         rows = zip(self.names, self.interleaving.counts(samples), self.counts, strict=True)
         return {name: used / count for name, used, count in rows}
@@ -217,7 +217,7 @@ class SplitDatasets:
     def epochs(self, samples: int) -> dict[str, float]:
         """Return the number of epochs of each entry after so many samples, by name."""
         assert self.train.order is not None
-        return self.train.order.by_entry(samples) or {self.entries[0].name: self.train.epoch(samples)}
+        return self.train.order.epochs_by_entry(samples) or {self.entries[0].name: self.train.epoch(samples)}
 
 
 def sequences_of(

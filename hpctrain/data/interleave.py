@@ -64,13 +64,13 @@ class Interleaving:
         self.back = ceil(1 / min(shares)) + 3
         self._blocks: dict[int, InterleavedSamples] = {}
 
-    def at(self, places: Integers) -> tuple[Integers, Integers]:
-        """Return the source of each sample at `places` [n], and how many samples of it come before."""
-        source, nth = np.empty_like(places), np.empty_like(places)
-        numbers = places // _BLOCK
+    def at(self, positions: Integers) -> tuple[Integers, Integers]:
+        """Return the source of each sample at `positions` [n], and how many samples of it come before."""
+        source, nth = np.empty_like(positions), np.empty_like(positions)
+        numbers = positions // _BLOCK
         for number in np.unique(numbers).tolist():
             here = numbers == number
-            block, inside = self._block(number), places[here] - number * _BLOCK
+            block, inside = self._block(number), positions[here] - number * _BLOCK
             source[here], nth[here] = block.source[inside], block.nth[inside]
         return source, nth
 

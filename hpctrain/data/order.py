@@ -56,7 +56,7 @@ class SampleOrder:
         """Return the epochs (from 0) of positions [n]."""
         return indices // self.count
 
-    def by_entry(self, samples: int) -> dict[str, float]:  # noqa: ARG002
+    def epochs_by_entry(self, samples: int) -> dict[str, float]:  # noqa: ARG002
         """Return an empty dict, since these samples are not a mixture."""
         return {}
 

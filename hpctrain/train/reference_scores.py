@@ -177,13 +177,13 @@ def with_reference(
         path = checkpoint.parent.parent / path.name
     with world.agreement():
         rows = _open(path, batches.source.count, step.engine.architecture.sequence)
-    return batches.of(SamplesWithReference(batches.source, StoredRows(rows), batches.source.count))
+    return batches.with_source(SamplesWithReference(batches.source, StoredRows(rows), batches.source.count))
 
 
 def with_reference_of(step: Step, batches: Batches) -> Batches:
     """Return batches of few sequences with the log-probabilities of the model of `step`. Collective."""
     rows = torch.cat(list(log_probabilities_of(step, batches)))
-    return batches.of(SamplesWithReference(batches.source, rows, batches.source.count))
+    return batches.with_source(SamplesWithReference(batches.source, rows, batches.source.count))
 
 
 def _row(sequence: int) -> np.dtype[Any]:

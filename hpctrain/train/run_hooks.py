@@ -193,7 +193,7 @@ class StepReport(Hook):
             batch=result.batch,
             skipped=result.skipped,
             epoch=batches.epoch(done.state.samples),
-            epochs=batches.order.by_entry(done.state.samples) or None,
+            epochs=batches.order.epochs_by_entry(done.state.samples) or None,
             loss_scale=engine.control.loss_scale.value if engine.control.loss_scale.window else None,
             mfu=None if flops is None else self.peak.share(rate * flops / self.trainer.computing_ranks),
             peak_rss_bytes=peak_rss_bytes(),
