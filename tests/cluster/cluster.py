@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpctrain.files import user_cache
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = "head"
 ADDRESSES = {HEAD: "10.77.0.254", "n1": "10.77.0.1", "n2": "10.77.0.2"}
@@ -156,6 +158,7 @@ class Cluster:
         self.environment = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), search_path()]),
             "HOME": str(folder),
+            "XDG_CACHE_HOME": str(user_cache().parent),  # compiled libraries, which all clusters share
             "LANG": "C.UTF-8",
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PYTHONPATH": str(ROOT),

@@ -50,7 +50,7 @@ def test_a_job_that_lost_a_node_goes_on_from_memory(
 ) -> None:
     number = cluster.sbatch(mirrored(project, launcher), cwd=project)
     folder = project / "runs/steady"
-    wait_until(lambda: len(metrics(folder)) > 8, 60, "some steps", every=0.05)
+    wait_until(lambda: len(metrics(folder)) > 8, 120, "some steps", every=0.05)
     harm(cluster, lost)
     came = len(metrics(folder))
     assert came < STEPS

@@ -51,7 +51,7 @@ def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
     """Under srun: USR1 is what tells that signals come through mpirun, and lost nodes that its jobs go on."""
     number = cluster.sbatch(script("slurm-srun.sh", "steady.toml"), cwd=project)
     folder = project / "runs/steady"
-    wait_until(lambda: len(metrics(folder)) > 3, 60, "the first steps", every=0.05)
+    wait_until(lambda: len(metrics(folder)) > 3, 120, "the first steps", every=0.05)
     cluster.drain("n2")
     cluster.run("scancel", "--signal=USR2", str(number))
     job = cluster.wait(number, 90)
@@ -86,7 +86,7 @@ def test_a_lost_node_is_done_without(
     edited.write_text(edited.read_text().replace("ranks_per_node=2\n", f"ranks_per_node={ranks}\n"))
     number = cluster.sbatch(edited, cwd=project)
     folder = project / "runs/steady"
-    wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more", every=0.05)
+    wait_until(lambda: len(metrics(folder)) > 8, 120, "a checkpoint and more", every=0.05)
     harm(cluster, lost)
     assert len(metrics(folder)) < STEPS
     job = cluster.wait(number, 120)
@@ -110,7 +110,7 @@ def test_a_job_stops_before_its_time_limit_and_goes_on(
     folder = project / "runs/steady"
     wait_until(lambda: cluster.job(number)["Restarts"] == "1", 90, "the job to be queued again")
     stopped = int((folder / "checkpoints/latest").resolve().stem.removeprefix("step-"))
-    wait_until(lambda: len(metrics(folder)) > stopped, 60, "the run to go on")
+    wait_until(lambda: len(metrics(folder)) > stopped, 120, "the run to go on")
     assert "time limit" in (folder / "log.txt").read_text()
     assert len(places(folder)) == 2
     assert [step["step"] for step in metrics(folder)][: stopped + 1] == list(range(1, stopped + 2))

@@ -54,7 +54,7 @@ def test_usr1_writes_a_checkpoint_and_scancel_ends_every_rank(
     edited = script(name, "steady.toml", "run.steps=100000", "checkpoint.every=0")
     number = cluster.sbatch(edited, cwd=project)
     folder = project / "runs/steady"
-    wait_until(lambda: len(metrics(folder)) > 1, 60, "the first steps")
+    wait_until(lambda: len(metrics(folder)) > 1, 120, "the first steps")
     cluster.run("scancel", "--signal=USR1", *(["--batch"] if "mpirun" in name else []), str(number))
     wait_until((folder / "checkpoints/latest").exists, 30, "the checkpoint that USR1 asks for")
     steps = len(metrics(folder))
